@@ -1,0 +1,354 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * libreplayssm: decoding Mamba-2 layers from a checkpoint and a ring of records.
+ *
+ * Per token t and value head h of group g = h / (H / G):
+ *
+ *     delta_t = clamp(softplus(dt_t + dt_bias), dt_min, dt_max)      a_t = -exp(A_log) * delta_t
+ *     S_t     = exp(a_t) * S_{t-1} + delta_t * x_t (outer) B_t       y_t = S_t * C_t + D * x_t
+ *
+ * ReplaySSM keeps S as a checkpoint and the records (delta, x, B) of the last `history` committed tokens:
+ *
+ *     S = exp(e(0,h)) * S_ckpt + sum_j exp(e(j,h)) * delta_j * x_j (outer) B_j,    e(j,i) = a_{j+1} + ... + a_i
+ *
+ * so that a step reads the state once and writes only its records; once per window a flush folds the records in.
+ *
+ * This header is the whole public surface. It is plain C: no function throws, every function returns a status, and
+ * replayssm_last_error() tells, per thread, what was given and what was expected. Every op has one contract and two
+ * implementations (host, CUDA), selected by replayssm_exec. A CUDA op neither allocates, synchronises nor reads device
+ * memory on the host, so that it can be captured in a CUDA graph at its first call; on the host an op is done when it
+ * returns.
+ *
+ * Values that live on the device (slots, counts, accepted) cannot be refused by a status without a synchronisation. A
+ * row with a bad value touches nothing and leaves its reason in the table's error word; the first error stays until the
+ * word is cleared. The host implementation checks all rows of a call before it touches any.
+ */
+#ifndef REPLAYSSM_H
+#define REPLAYSSM_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define REPLAYSSM_API
+#else
+#define REPLAYSSM_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define REPLAYSSM_LAYOUT_VERSION 1
+#define REPLAYSSM_MAX_WINDOW 64      /* longest window L */
+#define REPLAYSSM_MAX_STEP_TOKENS 16 /* largest T_max */
+
+typedef enum {
+  REPLAYSSM_OK = 0,
+  REPLAYSSM_INVALID_ARGUMENT = 1, /* the caller's values contradict the contract */
+  REPLAYSSM_UNSUPPORTED = 2,      /* meaningful, but not built or not implemented */
+  REPLAYSSM_CUDA_ERROR = 3        /* a launch failed; the text names the CUDA error */
+} replayssm_status;
+
+typedef enum { REPLAYSSM_HOST = 0, REPLAYSSM_CUDA = 1 } replayssm_device;
+
+typedef enum { REPLAYSSM_FP32 = 0, REPLAYSSM_BF16 = 1, REPLAYSSM_FP16 = 2 } replayssm_dtype;
+
+typedef enum {
+  REPLAYSSM_CHECKPOINT_FP32 = 0,
+  REPLAYSSM_CHECKPOINT_BF16 = 1,
+  REPLAYSSM_CHECKPOINT_FP16 = 2,
+  REPLAYSSM_CHECKPOINT_FP16_SR = 3, /* formats from here on are refused as not implemented */
+  REPLAYSSM_CHECKPOINT_FP8_SR = 4,
+  REPLAYSSM_CHECKPOINT_NVFP4 = 5
+} replayssm_checkpoint_format;
+
+typedef enum {
+  REPLAYSSM_READ_COPY_NONE = 0,
+  REPLAYSSM_READ_COPY_FP8 = 1, /* formats from here on are refused as not implemented */
+  REPLAYSSM_READ_COPY_NVFP4 = 2
+} replayssm_read_copy_format;
+
+/* What the tokens of a plan went through, told to commit and abandon. */
+typedef enum {
+  REPLAYSSM_STEPPED = 0, /* replayssm_step: records appended, flagged rows flushed */
+  REPLAYSSM_FOLDED = 1   /* replayssm_prefill or replayssm_conventional_step: the checkpoint holds every token */
+} replayssm_plan_use;
+
+/* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
+ * conv_kernel 2..8. (head_dim 64 and 80 with state_dim 128 and 16-bit activations have tuned CUDA kernels.) */
+typedef struct {
+  int32_t num_heads;   /* H */
+  int32_t head_dim;    /* P */
+  int32_t num_groups;  /* G */
+  int32_t state_dim;   /* N */
+  int32_t conv_kernel; /* K */
+} replayssm_geometry;
+
+typedef struct {
+  int32_t window;          /* L: most records a slot holds between steps, 1..REPLAYSSM_MAX_WINDOW */
+  int32_t max_step_tokens; /* T_max: most tokens a step brings a row, 1..min(L, REPLAYSSM_MAX_STEP_TOKENS) */
+  int32_t checkpoint;      /* replayssm_checkpoint_format */
+  int32_t read_copy;       /* replayssm_read_copy_format */
+  int32_t activation;      /* replayssm_dtype of x, B, C, the conv inputs, the records and the outputs */
+  uint64_t seed;           /* of stochastic rounding */
+} replayssm_config;
+
+/* A slice of a slot: bytes from the slot's start, both multiples of 256 but for the true size of `bytes`. */
+typedef struct {
+  int64_t offset;
+  int64_t bytes; /* 0: the section does not exist */
+} replayssm_section;
+
+/* The one definition of how a slot lies in memory. Sections, all row-major:
+ *   checkpoint [H,P,N] checkpoint format     read_copy: none yet
+ *   x_ring [H,R,P], b_ring [G,R,N] activation dtype     delta_ring [H,R] fp32
+ *   conv_ring [conv_rows, conv_channels] activation dtype, channels in the order x | B | C
+ * Record r of a slot lies in ring row r mod ring_rows, raw conv input r in conv row r mod conv_rows. */
+typedef struct {
+  int32_t version;
+  int32_t ring_rows;     /* R = L + T_max */
+  int32_t conv_rows;     /* K - 1 + T_max */
+  int32_t conv_channels; /* H*P + 2*G*N */
+  replayssm_section checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
+  int64_t slot_stride;   /* bytes from slot to slot of one layer, a multiple of 256 */
+} replayssm_layout;
+
+/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes). */
+typedef struct {
+  void* base;
+  int64_t slot_stride;
+} replayssm_buffer;
+
+typedef struct {
+  replayssm_buffer checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
+  int32_t layer; /* index of the layer in its pool */
+} replayssm_layer;
+
+/* The state of a slot that all layers share. 32 bytes. All zero is an empty slot. */
+typedef struct {
+  int64_t tokens;   /* committed tokens since the reset */
+  uint64_t stream;  /* identity of the sequence, given at reset */
+  int64_t writes;   /* how often the checkpoint was written; 0: never, it counts as all zero and is not read */
+  int32_t history;  /* h: committed tokens whose records are not in the checkpoint */
+  int32_t flags;    /* REPLAYSSM_SLOT_* */
+} replayssm_cursor;
+
+enum {
+  REPLAYSSM_SLOT_OPEN = 1,      /* a plan is outstanding */
+  REPLAYSSM_SLOT_INVALID = 2,   /* a plan that may have written the checkpoint was abandoned */
+  REPLAYSSM_SLOT_RESTORING = 4  /* some, but not all, layers were restored */
+};
+
+/* One row of a plan: the cursors of its slot as they were when the step was planned. 64 bytes. */
+typedef struct {
+  int64_t tokens;
+  uint64_t stream;
+  int64_t writes;
+  int32_t slot;        /* -1: padded or refused, the row touches nothing */
+  int32_t first_token; /* its first row in the packed token tensors */
+  int32_t count;       /* T: tokens it brings */
+  int32_t history;
+  int32_t flags;       /* REPLAYSSM_ROW_* */
+  int32_t ring_row;    /* tokens mod ring_rows: where its first record goes */
+  int32_t conv_row;    /* tokens mod conv_rows */
+  int32_t reserved[3];
+} replayssm_plan_row;
+
+enum {
+  REPLAYSSM_ROW_FLUSH = 1, /* a step folds the row's records first: history > 0 and history + count > L */
+  REPLAYSSM_ROW_EMPTY = 2, /* writes == 0: the checkpoint counts as zero and is not read */
+  REPLAYSSM_ROW_LONG = 4   /* count > max_step_tokens: only prefill and conventional_step take it */
+};
+
+/* A plan is replayssm_plan_bytes(rows) bytes, 64-byte aligned: this header (64 bytes), rows x replayssm_plan_row, then
+ * int32 flush_rows[rows], of which the first num_flush hold the indices of the flagged rows in ascending order. */
+typedef struct {
+  int32_t rows;
+  int32_t num_tokens; /* sum of the counts, padded rows included */
+  int32_t num_live;   /* rows that are neither padded nor refused */
+  int32_t num_flush;
+  int32_t reserved[12];
+} replayssm_plan_header;
+
+/* What went wrong in a row, first error first. 32 bytes; code 0: nothing. */
+typedef struct {
+  int32_t code; /* replayssm_row_error */
+  int32_t row;
+  int64_t given;
+  int64_t expected; /* the limit, where there is one */
+  int64_t reserved;
+} replayssm_error;
+
+typedef enum {
+  REPLAYSSM_ROW_OK = 0,
+  REPLAYSSM_ROW_SLOT_RANGE = 1,     /* slot outside -1..num_slots-1 */
+  REPLAYSSM_ROW_SLOT_OPEN = 2,      /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
+  REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; given: its flags */
+  REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
+  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
+  REPLAYSSM_ROW_TOO_LONG = 6,       /* step got a row of more than max_step_tokens */
+  REPLAYSSM_ROW_ACCEPTED_RANGE = 7, /* accepted outside 0..count, or not the whole count of folded tokens */
+  REPLAYSSM_ROW_NOT_PLANNED = 8,    /* commit/abandon of a slot that this plan did not open */
+  REPLAYSSM_ROW_NO_DECAY = 9,       /* materialize of records without A_log */
+  REPLAYSSM_ROW_HAS_RECORDS = 10    /* conventional_step of a slot that holds records; given: their number */
+} replayssm_row_error;
+
+/* Traffic counters, int64 each, added up by commit for one layer. */
+enum {
+  REPLAYSSM_COUNT_TOKENS = 0,           /* tokens committed */
+  REPLAYSSM_COUNT_FLUSHES = 1,          /* flushes by steps */
+  REPLAYSSM_COUNT_STATE_READS = 2,      /* whole states read from the checkpoint (or the read copy) */
+  REPLAYSSM_COUNT_STATE_WRITES = 3,     /* whole states written */
+  REPLAYSSM_COUNT_RECORD_READS = 4,     /* records read */
+  REPLAYSSM_COUNT_RECORD_WRITES = 5,    /* records written */
+  REPLAYSSM_NUM_COUNTERS = 8
+};
+
+/* What all layers of a pool share. All pointers on the device of the ops. */
+typedef struct {
+  replayssm_cursor* cursors;  /* [num_slots] */
+  replayssm_error* error;     /* [1] */
+  int64_t* counters;          /* [REPLAYSSM_NUM_COUNTERS] */
+  uint8_t* restored;          /* [num_slots, num_layers]: layers restored while a slot is RESTORING */
+  int32_t num_slots;
+  int32_t num_layers;
+} replayssm_table;
+
+typedef struct {
+  int32_t device; /* replayssm_device */
+  void* stream;   /* cudaStream_t; ignored on the host */
+} replayssm_exec;
+
+/* A strided tensor. The last dimension is contiguous, but for dt, whose last stride is given. Strides in elements. */
+typedef struct {
+  void* data;
+  int32_t dtype;      /* replayssm_dtype */
+  int64_t stride[2];  /* of the leading dimensions: token, then head or group (dt: token, head) */
+} replayssm_tensor;
+
+/* Inputs and output of step, prefill and conventional_step. Rows of the packed token tensors belong to plan rows by
+ * first_token and count. x, B, C and out have the config's activation dtype. */
+typedef struct {
+  replayssm_tensor x;       /* [num_tokens, H, P] */
+  replayssm_tensor B;       /* [num_tokens, G, N] */
+  replayssm_tensor C;       /* [num_tokens, G, N] */
+  replayssm_tensor dt;      /* [num_tokens, H], raw (before bias and softplus), any dtype */
+  replayssm_tensor A_log;   /* [H], any dtype, contiguous */
+  replayssm_tensor D;       /* [H], any dtype, contiguous; data NULL: no skip connection */
+  replayssm_tensor dt_bias; /* [H], any dtype, contiguous; data NULL: zero */
+  replayssm_tensor out;     /* [num_tokens, H, P]; rows of padded and refused plan rows are not written */
+  float dt_min, dt_max;     /* time_step_limit, the only clamp of delta */
+  int64_t num_tokens;
+  int32_t max_count;        /* an upper bound of every count, known on the host (step: at most max_step_tokens) */
+} replayssm_scan_args;
+
+typedef struct {
+  replayssm_tensor in;     /* [num_tokens, conv_channels], raw, activation dtype */
+  replayssm_tensor weight; /* [conv_channels, K], any dtype, contiguous; tap K-1 meets the newest input */
+  replayssm_tensor bias;   /* [conv_channels], any dtype; data NULL: zero */
+  replayssm_tensor out;    /* [num_tokens, conv_channels], silu(conv), activation dtype; must not overlap `in` */
+  int64_t num_tokens;
+  int32_t max_count;       /* an upper bound of every count, known on the host */
+} replayssm_conv_args;
+
+/* Text of this thread's last failed call; "" if none. */
+REPLAYSSM_API const char* replayssm_last_error(void);
+/* 1 if the library holds the CUDA ops. */
+REPLAYSSM_API int32_t replayssm_has_cuda(void);
+/* Version of the library, and the CUDA architectures it was compiled for ("" without CUDA). */
+REPLAYSSM_API const char* replayssm_version(void);
+REPLAYSSM_API const char* replayssm_cuda_architectures(void);
+/* Loads every kernel into the current CUDA context, so that a first call inside stream capture loads nothing. */
+REPLAYSSM_API replayssm_status replayssm_load_kernels(void);
+
+/* Checks geometry and config, each value by name, and computes the layout. */
+REPLAYSSM_API replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
+                                                     replayssm_layout* layout);
+/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on. */
+REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void* base, int32_t layer,
+                                                         replayssm_layer* out);
+REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
+
+/* ---- once a step, for all layers: the only ops that touch cursors -------------------------------------------------- */
+
+/* Empties slots: tokens = history = writes = 0, whatever their state. slots int32 [rows] (-1: skipped), streams int64
+ * [rows]. Touches no layer memory: an empty slot's checkpoint and rings are never read. */
+REPLAYSSM_API replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table,
+                                               const int32_t* slots, const int64_t* streams, int32_t rows);
+/* Snapshots the cursors of each row's slot, decides which rows flush, and opens the slots. slots int32 [rows], -1 =
+ * padded row; counts int32 [rows], or NULL: uniform_count each. Live slots must be distinct, closed and valid. */
+REPLAYSSM_API replayssm_status replayssm_plan(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                              const replayssm_config* config, const replayssm_table* table,
+                                              const int32_t* slots, const int32_t* counts, int32_t uniform_count,
+                                              int32_t rows, void* plan);
+/* Ends a plan. Stepped: tokens += accepted; history = (flush ? 0 : history) + accepted; writes += flush. Folded: tokens
+ * += count; history = 0; writes += 1 (a row of count 0 changes nothing). accepted int32 [rows], or NULL: all; entries of
+ * padded rows are ignored. */
+REPLAYSSM_API replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table,
+                                                const void* plan, int32_t rows, const int32_t* accepted, int32_t use);
+/* Closes a plan's slots with nothing committed. Slots whose checkpoint the plan's ops may have written (flagged FLUSH or
+ * LONG; all, if folded) become INVALID. */
+REPLAYSSM_API replayssm_status replayssm_abandon(const replayssm_exec* exec, const replayssm_table* table,
+                                                 const void* plan, int32_t rows, int32_t use);
+
+/* ---- per layer ----------------------------------------------------------------------------------------------------- */
+
+/* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens or
+ * a rollback need: the new tokens of a row of count <= max_step_tokens, else the last K-1 (a long row is a prompt and is
+ * never rolled back). Inputs before token 0 count as 0. */
+REPLAYSSM_API replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                   const replayssm_config* config, const replayssm_layer* layer,
+                                                   const replayssm_table* table, const void* plan, int32_t rows,
+                                                   const replayssm_conv_args* args);
+/* Folds the committed records of the rows flagged FLUSH into their checkpoints. replayssm_step does this itself; call it
+ * only where flush and outputs are separate nodes, and then tell step so. */
+REPLAYSSM_API replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                               const replayssm_config* config, const replayssm_layer* layer,
+                                               const replayssm_table* table, const void* plan, int32_t rows,
+                                               const replayssm_tensor* A_log);
+/* Flushes flagged rows (unless `flushed`), appends the new records, and computes the outputs without forming a state:
+ * y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,  s = 1..count. */
+REPLAYSSM_API replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                              const replayssm_config* config, const replayssm_layer* layer,
+                                              const replayssm_table* table, const void* plan, int32_t rows,
+                                              const replayssm_scan_args* args, int32_t flushed);
+/* Prompt chunks of any length: folds committed records, runs the recurrence over the new tokens, writes outputs and
+ * checkpoint. Continues a slot wherever it stands. Appends no records. */
+REPLAYSSM_API replayssm_status replayssm_prefill(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                 const replayssm_config* config, const replayssm_layer* layer,
+                                                 const replayssm_table* table, const void* plan, int32_t rows,
+                                                 const replayssm_scan_args* args);
+/* The classical decode kernel, the baseline: reads the checkpoint, updates it by each token, writes it back. Same
+ * contract as prefill on slots without records; a row with history > 0 is refused (HAS_RECORDS). Tuned for count 1. */
+REPLAYSSM_API replayssm_status replayssm_conventional_step(const replayssm_exec* exec,
+                                                           const replayssm_geometry* geometry,
+                                                           const replayssm_config* config, const replayssm_layer* layer,
+                                                           const replayssm_table* table, const void* plan, int32_t rows,
+                                                           const replayssm_scan_args* args);
+
+/* ---- on demand ----------------------------------------------------------------------------------------------------- */
+
+/* state fp32 [rows,H,P,N] after the committed tokens, conv_tail fp32 [rows,K-1,conv_channels] the last K-1 raw conv
+ * inputs, oldest first (inputs before token 0 are 0). Disturbs nothing. Rows of slot -1 or refused are not written. The
+ * slot must be closed. A_log.data NULL is allowed as long as no row holds records. Either output may be NULL. */
+REPLAYSSM_API replayssm_status replayssm_materialize(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                     const replayssm_config* config, const replayssm_layer* layer,
+                                                     const replayssm_table* table, const int32_t* slots, int32_t rows,
+                                                     const replayssm_tensor* A_log, float* state, float* conv_tail);
+/* The inverse, one layer of a slot at a time: writes the checkpoint and the conv rows. The slot is RESTORING, and planning
+ * it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the K-1 raw
+ * inputs to lie before it), history = 0, writes = 1; the stream stays. */
+REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                 const replayssm_config* config, const replayssm_layer* layer,
+                                                 const replayssm_table* table, const int32_t* slots, int32_t rows,
+                                                 const float* state, const float* conv_tail);
+/* Copies whole slots, all layers and cursors: slot src[i] of layer l, at data + l*layer_stride + slot*slot_stride
+ * (slot_stride bytes). Sources must be closed and valid, destinations closed, distinct and no sources. */
+REPLAYSSM_API replayssm_status replayssm_copy(const replayssm_exec* exec, const replayssm_table* table, void* data,
+                                              int64_t layer_stride, int64_t slot_stride, const int32_t* src,
+                                              const int32_t* dst, int32_t rows);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* REPLAYSSM_H */

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The C ABI: checks every argument that can be checked without reading device memory, then dispatches to host:: or
+// cuda::. Nothing is launched before all checks have passed.
+#include <cstdarg>
+#include <cstdio>
+
+#include "layout.h"
+
+namespace replayssm {
+namespace {
+
+thread_local char last_error[512] = "";
+
+#define REPLAYSSM_RETURN_IF_ERROR(expression)                       \
+  do {                                                              \
+    const replayssm_status status_ = (expression);                  \
+    if (status_ != REPLAYSSM_OK) return status_;                    \
+  } while (0)
+
+#define REPLAYSSM_REQUIRE_POINTER(pointer)                                                     \
+  do {                                                                                         \
+    if (!(pointer)) return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: must not be NULL", #pointer); \
+  } while (0)
+
+replayssm_status check_exec(const replayssm_exec* exec) {
+  REPLAYSSM_REQUIRE_POINTER(exec);
+  if (exec->device == REPLAYSSM_HOST) return REPLAYSSM_OK;
+  if (exec->device != REPLAYSSM_CUDA)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "device: expected %d (host) or %d (CUDA), got %d", REPLAYSSM_HOST,
+                REPLAYSSM_CUDA, exec->device);
+#ifdef REPLAYSSM_WITH_CUDA
+  return REPLAYSSM_OK;
+#else
+  return fail(REPLAYSSM_UNSUPPORTED, "this build of libreplayssm has no CUDA ops: it was built without nvcc");
+#endif
+}
+
+replayssm_status check_table(const replayssm_table* table) {
+  REPLAYSSM_REQUIRE_POINTER(table);
+  REPLAYSSM_REQUIRE_POINTER(table->cursors);
+  REPLAYSSM_REQUIRE_POINTER(table->error);
+  REPLAYSSM_REQUIRE_POINTER(table->counters);
+  if (table->num_slots < 1) return fail(REPLAYSSM_INVALID_ARGUMENT, "num_slots: expected >= 1, got %d", table->num_slots);
+  if (table->num_layers < 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "num_layers: expected >= 0, got %d", table->num_layers);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_rows(int32_t rows) {
+  if (rows < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "rows: expected >= 0, got %d", rows);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_use(int32_t use) {
+  if (use != REPLAYSSM_STEPPED && use != REPLAYSSM_FOLDED)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "use: expected %d (stepped) or %d (folded), got %d", REPLAYSSM_STEPPED,
+                REPLAYSSM_FOLDED, use);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_dtype(const char* name, const replayssm_tensor& tensor) {
+  if (tensor.dtype < REPLAYSSM_FP32 || tensor.dtype > REPLAYSSM_FP16)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: unknown dtype code %d", name, tensor.dtype);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_activation(const char* name, const replayssm_tensor& tensor, int32_t activation) {
+  if (!tensor.data) return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: must not be NULL", name);
+  if (tensor.dtype != activation)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: expected the config's activation dtype (code %d), got code %d", name,
+                activation, tensor.dtype);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status make_problem(const replayssm_geometry* geometry, const replayssm_config* config, Problem* problem) {
+  REPLAYSSM_REQUIRE_POINTER(geometry);
+  REPLAYSSM_REQUIRE_POINTER(config);
+  REPLAYSSM_RETURN_IF_ERROR(check_geometry(*geometry));
+  REPLAYSSM_RETURN_IF_ERROR(check_config(*config));
+  const replayssm_layout layout = make_layout(*geometry, *config);
+  *problem = {*geometry, *config, layout.ring_rows, layout.conv_rows, layout.conv_channels};
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_layer_op(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                const replayssm_config* config, const replayssm_layer* layer,
+                                const replayssm_table* table, int32_t rows, Problem* problem) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, problem));
+  REPLAYSSM_REQUIRE_POINTER(layer);
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  if (layer->layer < 0 || layer->layer >= table->num_layers)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected 0..%d, got %d", table->num_layers - 1, layer->layer);
+  return check_rows(rows);
+}
+
+replayssm_status check_token_counts(int64_t num_tokens, int32_t max_count) {
+  if (num_tokens < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "num_tokens: expected >= 0, got %lld", (long long)num_tokens);
+  if (max_count < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: expected >= 0, got %d", max_count);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_args* args) {
+  REPLAYSSM_REQUIRE_POINTER(args);
+  REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
+  if (args->num_tokens == 0) return REPLAYSSM_OK;
+  const int32_t activation = problem.config.activation;
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("x", args->x, activation));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("B", args->B, activation));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("C", args->C, activation));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, activation));
+  REPLAYSSM_REQUIRE_POINTER(args->dt.data);
+  REPLAYSSM_REQUIRE_POINTER(args->A_log.data);
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("dt", args->dt));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("A_log", args->A_log));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("D", args->D));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("dt_bias", args->dt_bias));
+  if (!(args->dt_min >= 0 && args->dt_min <= args->dt_max))
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "dt_limit: expected 0 <= lower <= upper, got (%g, %g)", args->dt_min,
+                args->dt_max);
+  return REPLAYSSM_OK;
+}
+
+}  // namespace
+
+replayssm_status fail(replayssm_status status, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(last_error, sizeof(last_error), format, arguments);
+  va_end(arguments);
+  return status;
+}
+
+}  // namespace replayssm
+
+using namespace replayssm;
+
+#ifdef REPLAYSSM_WITH_CUDA
+#define REPLAYSSM_DISPATCH(op, ...) \
+  (exec->device == REPLAYSSM_CUDA ? cuda::op(*exec, __VA_ARGS__) : host::op(*exec, __VA_ARGS__))
+#else
+#define REPLAYSSM_DISPATCH(op, ...) host::op(*exec, __VA_ARGS__)
+#endif
+
+extern "C" {
+
+const char* replayssm_last_error(void) { return last_error; }
+
+const char* replayssm_version(void) { return REPLAYSSM_VERSION; }
+
+#ifdef REPLAYSSM_WITH_CUDA
+int32_t replayssm_has_cuda(void) { return 1; }
+const char* replayssm_cuda_architectures(void) { return cuda::architectures(); }
+replayssm_status replayssm_load_kernels(void) { return cuda::load_kernels(); }
+#else
+int32_t replayssm_has_cuda(void) { return 0; }
+const char* replayssm_cuda_architectures(void) { return ""; }
+replayssm_status replayssm_load_kernels(void) {
+  return fail(REPLAYSSM_UNSUPPORTED, "this build of libreplayssm has no CUDA ops: it was built without nvcc");
+}
+#endif
+
+replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
+                                       replayssm_layout* layout) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, &problem));
+  REPLAYSSM_REQUIRE_POINTER(layout);
+  *layout = make_layout(*geometry, *config);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void* base, int32_t layer,
+                                           replayssm_layer* out) {
+  REPLAYSSM_REQUIRE_POINTER(layout);
+  REPLAYSSM_REQUIRE_POINTER(base);
+  REPLAYSSM_REQUIRE_POINTER(out);
+  if (layout->version != REPLAYSSM_LAYOUT_VERSION)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "layout version: expected %d, got %d", REPLAYSSM_LAYOUT_VERSION,
+                layout->version);
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "base: expected a multiple of 16 bytes, got %p", base);
+  auto at = [&](const replayssm_section& section) {
+    return replayssm_buffer{section.bytes ? static_cast<char*>(base) + section.offset : nullptr, layout->slot_stride};
+  };
+  *out = {at(layout->checkpoint), at(layout->read_copy),  at(layout->x_ring), at(layout->b_ring),
+          at(layout->delta_ring), at(layout->conv_ring), layer};
+  return REPLAYSSM_OK;
+}
+
+int64_t replayssm_plan_bytes(int32_t rows) {
+  const int64_t bytes = sizeof(replayssm_plan_header) + int64_t{rows} * (sizeof(replayssm_plan_row) + sizeof(int32_t));
+  return (bytes + 63) / 64 * 64;
+}
+
+replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
+                                 const int64_t* streams, int32_t rows) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  if (rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(slots);
+  REPLAYSSM_REQUIRE_POINTER(streams);
+  return REPLAYSSM_DISPATCH(reset, *table, slots, streams, rows);
+}
+
+replayssm_status replayssm_plan(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                const replayssm_config* config, const replayssm_table* table, const int32_t* slots,
+                                const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  if (rows > 0) REPLAYSSM_REQUIRE_POINTER(slots);
+  if (!counts && uniform_count < 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "tokens_per_row: expected >= 0, got %d", uniform_count);
+  return REPLAYSSM_DISPATCH(plan, problem, *table, slots, counts, uniform_count, rows, plan);
+}
+
+replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table, const void* plan,
+                                  int32_t rows, const int32_t* accepted, int32_t use) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  REPLAYSSM_RETURN_IF_ERROR(check_use(use));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  return REPLAYSSM_DISPATCH(commit, *table, plan, rows, accepted, static_cast<replayssm_plan_use>(use));
+}
+
+replayssm_status replayssm_abandon(const replayssm_exec* exec, const replayssm_table* table, const void* plan,
+                                   int32_t rows, int32_t use) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  REPLAYSSM_RETURN_IF_ERROR(check_use(use));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  return REPLAYSSM_DISPATCH(abandon, *table, plan, rows, static_cast<replayssm_plan_use>(use));
+}
+
+replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                     const replayssm_config* config, const replayssm_layer* layer,
+                                     const replayssm_table* table, const void* plan, int32_t rows,
+                                     const replayssm_conv_args* args) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_REQUIRE_POINTER(args);
+  REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
+  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("in", args->in, config->activation));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, config->activation));
+  REPLAYSSM_REQUIRE_POINTER(args->weight.data);
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("weight", args->weight));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("bias", args->bias));
+  return REPLAYSSM_DISPATCH(conv_step, problem, *layer, *table, plan, rows, *args);
+}
+
+replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                 const replayssm_config* config, const replayssm_layer* layer,
+                                 const replayssm_table* table, const void* plan, int32_t rows,
+                                 const replayssm_tensor* A_log) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_REQUIRE_POINTER(A_log);
+  REPLAYSSM_REQUIRE_POINTER(A_log->data);
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("A_log", *A_log));
+  if (rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(flush, problem, *layer, *table, plan, rows, *A_log);
+}
+
+replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                const replayssm_config* config, const replayssm_layer* layer,
+                                const replayssm_table* table, const void* plan, int32_t rows,
+                                const replayssm_scan_args* args, int32_t flushed) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
+  if (args->max_count > config->max_step_tokens)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
+                config->max_step_tokens, args->max_count);
+  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(step, problem, *layer, *table, plan, rows, *args, flushed != 0);
+}
+
+replayssm_status replayssm_prefill(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                   const replayssm_config* config, const replayssm_layer* layer,
+                                   const replayssm_table* table, const void* plan, int32_t rows,
+                                   const replayssm_scan_args* args) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
+  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(prefill, problem, *layer, *table, plan, rows, *args);
+}
+
+replayssm_status replayssm_conventional_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                             const replayssm_config* config, const replayssm_layer* layer,
+                                             const replayssm_table* table, const void* plan, int32_t rows,
+                                             const replayssm_scan_args* args) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
+  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(conventional_step, problem, *layer, *table, plan, rows, *args);
+}
+
+replayssm_status replayssm_materialize(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                       const replayssm_config* config, const replayssm_layer* layer,
+                                       const replayssm_table* table, const int32_t* slots, int32_t rows,
+                                       const replayssm_tensor* A_log, float* state, float* conv_tail) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(A_log);
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("A_log", *A_log));
+  if (rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(slots);
+  return REPLAYSSM_DISPATCH(materialize, problem, *layer, *table, slots, rows, *A_log, state, conv_tail);
+}
+
+replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                   const replayssm_config* config, const replayssm_layer* layer,
+                                   const replayssm_table* table, const int32_t* slots, int32_t rows, const float* state,
+                                   const float* conv_tail) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(table->restored);
+  if (rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(slots);
+  REPLAYSSM_REQUIRE_POINTER(state);
+  REPLAYSSM_REQUIRE_POINTER(conv_tail);
+  return REPLAYSSM_DISPATCH(restore, problem, *layer, *table, slots, rows, state, conv_tail);
+}
+
+replayssm_status replayssm_copy(const replayssm_exec* exec, const replayssm_table* table, void* data,
+                                int64_t layer_stride, int64_t slot_stride, const int32_t* src, const int32_t* dst,
+                                int32_t rows) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  if (table->num_layers > 0) REPLAYSSM_REQUIRE_POINTER(data);
+  if (slot_stride % 16 != 0 || layer_stride % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "strides: expected multiples of 16 bytes, got slot %lld, layer %lld",
+                (long long)slot_stride, (long long)layer_stride);
+  if (rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(src);
+  REPLAYSSM_REQUIRE_POINTER(dst);
+  return REPLAYSSM_DISPATCH(copy, *table, data, layer_stride, slot_stride, src, dst, rows);
+}
+
+}  // extern "C"

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The cursor arithmetic, shared by both implementations: what a plan row says about a slot, what may be planned, and how
+// a commit moves a cursor.
+#pragma once
+
+#include "ops.h"
+
+#ifdef __CUDACC__
+#define REPLAYSSM_HOST_DEVICE __host__ __device__
+#else
+#define REPLAYSSM_HOST_DEVICE
+#endif
+
+namespace replayssm {
+
+// The row error of using a slot with these flags, REPLAYSSM_ROW_OK if it is closed and valid.
+REPLAYSSM_HOST_DEVICE inline replayssm_row_error slot_usable(int32_t flags) {
+  if (flags & REPLAYSSM_SLOT_OPEN) return REPLAYSSM_ROW_SLOT_OPEN;
+  if (flags & (REPLAYSSM_SLOT_INVALID | REPLAYSSM_SLOT_RESTORING)) return REPLAYSSM_ROW_SLOT_INVALID;
+  return REPLAYSSM_ROW_OK;
+}
+
+REPLAYSSM_HOST_DEVICE inline replayssm_plan_row padded_plan_row(int32_t first_token, int32_t count) {
+  replayssm_plan_row row{};
+  row.slot = -1;
+  row.first_token = first_token;
+  row.count = count;
+  return row;
+}
+
+REPLAYSSM_HOST_DEVICE inline replayssm_plan_row make_plan_row(const Problem& problem, const replayssm_cursor& cursor,
+                                                              int32_t slot, int32_t first_token, int32_t count) {
+  replayssm_plan_row row{};
+  row.tokens = cursor.tokens;
+  row.stream = cursor.stream;
+  row.writes = cursor.writes;
+  row.slot = slot;
+  row.first_token = first_token;
+  row.count = count;
+  row.history = cursor.history;
+  if (cursor.history > 0 && cursor.history + count > problem.config.window) row.flags |= REPLAYSSM_ROW_FLUSH;
+  if (cursor.writes == 0) row.flags |= REPLAYSSM_ROW_EMPTY;
+  if (count > problem.config.max_step_tokens) row.flags |= REPLAYSSM_ROW_LONG;
+  row.ring_row = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
+  row.conv_row = static_cast<int32_t>(cursor.tokens % problem.conv_rows);
+  return row;
+}
+
+// Whether `cursor` still stands where `row` saw it, opened by that plan.
+REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, const replayssm_plan_row& row) {
+  return (cursor.flags & REPLAYSSM_SLOT_OPEN) && cursor.tokens == row.tokens && cursor.history == row.history &&
+         cursor.writes == row.writes;
+}
+
+// A folded plan commits all of its tokens; a stepped one a prefix.
+REPLAYSSM_HOST_DEVICE inline bool accepted_in_range(const replayssm_plan_row& row, int32_t accepted,
+                                                    replayssm_plan_use use) {
+  return use == REPLAYSSM_FOLDED ? accepted == row.count : accepted >= 0 && accepted <= row.count;
+}
+
+REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor, const replayssm_plan_row& row,
+                                                        int32_t accepted, replayssm_plan_use use) {
+  if (use == REPLAYSSM_FOLDED) {
+    if (row.count > 0) {
+      cursor.history = 0;
+      cursor.writes += 1;
+    }
+  } else {
+    const bool flush = row.flags & REPLAYSSM_ROW_FLUSH;
+    cursor.history = (flush ? 0 : row.history) + accepted;
+    cursor.writes += flush;
+  }
+  cursor.tokens += accepted;
+  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
+  return cursor;
+}
+
+REPLAYSSM_HOST_DEVICE inline replayssm_cursor abandoned(replayssm_cursor cursor, const replayssm_plan_row& row,
+                                                        replayssm_plan_use use) {
+  const bool touched = use == REPLAYSSM_FOLDED || (row.flags & (REPLAYSSM_ROW_FLUSH | REPLAYSSM_ROW_LONG));
+  cursor.flags = touched ? REPLAYSSM_SLOT_INVALID : 0;
+  return cursor;
+}
+
+// What one committed row adds to the counters of a layer.
+REPLAYSSM_HOST_DEVICE inline void count_traffic(const replayssm_plan_row& row, int32_t accepted, replayssm_plan_use use,
+                                                int64_t (&added)[REPLAYSSM_NUM_COUNTERS]) {
+  if (use == REPLAYSSM_FOLDED && row.count == 0) return;
+  const bool flush = use == REPLAYSSM_STEPPED && (row.flags & REPLAYSSM_ROW_FLUSH);
+  added[REPLAYSSM_COUNT_TOKENS] += accepted;
+  added[REPLAYSSM_COUNT_FLUSHES] += flush;
+  added[REPLAYSSM_COUNT_STATE_READS] += !(row.flags & REPLAYSSM_ROW_EMPTY);
+  added[REPLAYSSM_COUNT_STATE_WRITES] += flush || use == REPLAYSSM_FOLDED;
+  added[REPLAYSSM_COUNT_RECORD_READS] += row.history;
+  added[REPLAYSSM_COUNT_RECORD_WRITES] += use == REPLAYSSM_STEPPED ? row.count : 0;
+}
+
+}  // namespace replayssm

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// reset, plan, commit, abandon on the host. Each checks every row before it changes the first cursor.
+#include <algorithm>
+
+#include "host/rows.h"
+
+namespace replayssm::host {
+namespace {
+
+// Whether `slot` was named by a live row before row i. Quadratic, but rows are few and nothing is allocated.
+bool named_before(const int32_t* slots, int32_t i) { return std::find(slots, slots + i, slots[i]) != slots + i; }
+
+bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i) {
+  if (slots[i] >= -1 && slots[i] < table.num_slots) return true;
+  report(table, REPLAYSSM_ROW_SLOT_RANGE, i, slots[i], table.num_slots);
+  return false;
+}
+
+}  // namespace
+
+replayssm_status reset(const replayssm_exec&, const replayssm_table& table, const int32_t* slots,
+                       const int64_t* streams, int32_t rows) {
+  for (int32_t i = 0; i < rows; ++i)
+    if (!slot_in_range(table, slots, i)) return REPLAYSSM_OK;
+  for (int32_t i = 0; i < rows; ++i) {
+    if (slots[i] < 0) continue;
+    table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+  }
+  return REPLAYSSM_OK;
+}
+
+replayssm_status plan(const replayssm_exec&, const Problem& problem, const replayssm_table& table, const int32_t* slots,
+                      const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
+  auto* header = static_cast<replayssm_plan_header*>(plan);
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  auto count_of = [&](int32_t i) { return counts ? counts[i] : uniform_count; };
+
+  bool good = true;
+  for (int32_t i = 0; good && i < rows; ++i) {
+    good = slot_in_range(table, slots, i);
+    if (good && count_of(i) < 0) {
+      report(table, REPLAYSSM_ROW_COUNT_RANGE, i, count_of(i), 0);
+      good = false;
+    }
+    if (!good || slots[i] < 0) continue;
+    const replayssm_row_error error =
+        named_before(slots, i) ? REPLAYSSM_ROW_SLOT_OPEN : slot_usable(table.cursors[slots[i]].flags);
+    if (error != REPLAYSSM_ROW_OK) {
+      report(table, error, i, slots[i], table.cursors[slots[i]].flags);
+      good = false;
+    }
+  }
+
+  *header = {};
+  header->rows = rows;
+  int32_t first_token = 0;
+  for (int32_t i = 0; i < rows; ++i) {
+    const int32_t count = std::max(count_of(i), 0);
+    if (good && slots[i] >= 0) {
+      replayssm_cursor& cursor = table.cursors[slots[i]];
+      planned[i] = make_plan_row(problem, cursor, slots[i], first_token, count);
+      cursor.flags |= REPLAYSSM_SLOT_OPEN;
+      header->num_live += 1;
+      if (planned[i].flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
+    } else {
+      planned[i] = padded_plan_row(first_token, count);
+    }
+    first_token += count;
+  }
+  header->num_tokens = first_token;
+  return REPLAYSSM_OK;
+}
+
+replayssm_status commit(const replayssm_exec&, const replayssm_table& table, const void* plan, int32_t rows,
+                        const int32_t* accepted, replayssm_plan_use use) {
+  const replayssm_plan_row* planned = plan_rows(plan);
+  auto accepted_of = [&](int32_t i) { return accepted ? accepted[i] : planned[i].count; };
+  for (int32_t i = 0; i < rows; ++i) {
+    if (planned[i].slot < 0) continue;
+    if (!planned_by(table.cursors[planned[i].slot], planned[i])) {
+      report(table, REPLAYSSM_ROW_NOT_PLANNED, i, planned[i].slot, 0);
+      return REPLAYSSM_OK;
+    }
+    if (!accepted_in_range(planned[i], accepted_of(i), use)) {
+      report(table, REPLAYSSM_ROW_ACCEPTED_RANGE, i, accepted_of(i), planned[i].count);
+      return REPLAYSSM_OK;
+    }
+  }
+  int64_t added[REPLAYSSM_NUM_COUNTERS] = {};
+  for (int32_t i = 0; i < rows; ++i) {
+    if (planned[i].slot < 0) continue;
+    replayssm_cursor& cursor = table.cursors[planned[i].slot];
+    count_traffic(planned[i], accepted_of(i), use, added);
+    cursor = committed(cursor, planned[i], accepted_of(i), use);
+  }
+  for (int32_t k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) table.counters[k] += added[k];
+  return REPLAYSSM_OK;
+}
+
+replayssm_status abandon(const replayssm_exec&, const replayssm_table& table, const void* plan, int32_t rows,
+                         replayssm_plan_use use) {
+  const replayssm_plan_row* planned = plan_rows(plan);
+  for (int32_t i = 0; i < rows; ++i) {
+    if (planned[i].slot < 0) continue;
+    if (!planned_by(table.cursors[planned[i].slot], planned[i])) {
+      report(table, REPLAYSSM_ROW_NOT_PLANNED, i, planned[i].slot, 0);
+      return REPLAYSSM_OK;
+    }
+  }
+  for (int32_t i = 0; i < rows; ++i) {
+    if (planned[i].slot < 0) continue;
+    replayssm_cursor& cursor = table.cursors[planned[i].slot];
+    cursor = abandoned(cursor, planned[i], use);
+  }
+  return REPLAYSSM_OK;
+}
+
+}  // namespace replayssm::host

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The pieces of the recurrence for one head of one slot, in float32. Every sum has a fixed order that depends on sizes
+// alone, so that a row's bits do not depend on the batch around it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "host/number_formats.h"
+#include "layout.h"
+
+namespace replayssm::host {
+
+constexpr int32_t kMaxHeadDim = 128;
+constexpr int32_t kMaxStateDim = 128;
+constexpr int32_t kMaxRecords = REPLAYSSM_MAX_WINDOW + REPLAYSSM_MAX_STEP_TOKENS;
+
+// Where one head of one slot lies.
+struct HeadSlot {
+  const Problem& problem;
+  const replayssm_layer& layer;
+  int32_t slot;
+  int32_t head;
+
+  int32_t group() const { return head / (problem.geometry.num_heads / problem.geometry.num_groups); }
+  int64_t state_size() const { return int64_t{problem.geometry.head_dim} * problem.geometry.state_dim; }
+  int32_t row_of(int64_t record) const { return static_cast<int32_t>(record % problem.ring_rows); }
+
+  char* checkpoint() const {
+    return element_address(at(layer.checkpoint), checkpoint_dtype(problem.config.checkpoint), head * state_size());
+  }
+  char* x(int64_t record) const {
+    return element_address(at(layer.x_ring), problem.config.activation,
+                           (int64_t{head} * problem.ring_rows + row_of(record)) * problem.geometry.head_dim);
+  }
+  char* B(int64_t record) const {
+    return element_address(at(layer.b_ring), problem.config.activation,
+                           (int64_t{group()} * problem.ring_rows + row_of(record)) * problem.geometry.state_dim);
+  }
+  float& delta(int64_t record) const {
+    return reinterpret_cast<float*>(at(layer.delta_ring))[int64_t{head} * problem.ring_rows + row_of(record)];
+  }
+
+ private:
+  char* at(const replayssm_buffer& buffer) const {
+    return static_cast<char*>(buffer.base) + slot * buffer.slot_stride;
+  }
+};
+
+// delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20.
+inline float discretised_step(float dt, float bias, float dt_min, float dt_max) {
+  const float v = dt + bias;
+  const float softplus = v > 20.0f ? v : std::log1p(std::exp(v));
+  return softplus < dt_min ? dt_min : softplus > dt_max ? dt_max : softplus;
+}
+
+// A = -exp(A_log), the decay rate of a head.
+inline float decay_rate(const replayssm_tensor& A_log, int32_t head) { return -std::exp(load_element(A_log, head)); }
+
+// a . b over n (a multiple of 8) elements, in eight interleaved partial sums.
+inline float dot(const float* a, const float* b, int32_t n) {
+  float partial[8] = {};
+  for (int32_t i = 0; i < n; i += 8)
+    for (int32_t k = 0; k < 8; ++k) partial[k] += a[i + k] * b[i + k];
+  return ((partial[0] + partial[4]) + (partial[2] + partial[6])) + ((partial[1] + partial[5]) + (partial[3] + partial[7]));
+}
+
+// weights[j] = delta_j exp(e(j, count)) for the records delta[0..count-1], oldest first; returns exp(e(0, count)). The
+// exponents are summed from the newest record backwards: differences of prefix sums would lose five times the accuracy.
+inline float replay_weights(const float* delta, int32_t count, float A, float* weights) {
+  float exponent = 0.0f;
+  for (int32_t j = count - 1; j >= 0; --j) {
+    weights[j] = delta[j] * std::exp(exponent);
+    exponent += A * delta[j];
+  }
+  return std::exp(exponent);
+}
+
+// state [P,N] = what the checkpoint of the head holds, zero for a slot whose checkpoint was never written.
+inline void load_checkpoint(const HeadSlot& head, bool empty, float* state) {
+  if (empty) {
+    for (int64_t i = 0; i < head.state_size(); ++i) state[i] = 0.0f;
+  } else {
+    load_row(head.checkpoint(), checkpoint_dtype(head.problem.config.checkpoint), head.state_size(), state);
+  }
+}
+
+inline void store_checkpoint(const HeadSlot& head, const float* state) {
+  store_row(state, head.state_size(), checkpoint_dtype(head.problem.config.checkpoint), head.checkpoint());
+}
+
+// state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before `tokens`.
+inline void fold_records(const HeadSlot& head, int64_t tokens, int32_t history, float A, float* state) {
+  if (history == 0) return;
+  const int32_t P = head.problem.geometry.head_dim, N = head.problem.geometry.state_dim;
+  const int32_t dtype = head.problem.config.activation;
+  float delta[kMaxRecords], weights[kMaxRecords];
+  for (int32_t j = 0; j < history; ++j) delta[j] = head.delta(tokens - history + j);
+  const float decay = replay_weights(delta, history, A, weights);
+  for (int64_t i = 0; i < head.state_size(); ++i) state[i] *= decay;
+  for (int32_t j = 0; j < history; ++j) {
+    float x[kMaxHeadDim], B[kMaxStateDim];
+    load_row(head.x(tokens - history + j), dtype, P, x);
+    load_row(head.B(tokens - history + j), dtype, N, B);
+    for (int32_t p = 0; p < P; ++p) {
+      const float scaled = weights[j] * x[p];
+      for (int32_t n = 0; n < N; ++n) state[p * N + n] += scaled * B[n];
+    }
+  }
+}
+
+}  // namespace replayssm::host

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The slot layout: the only place where a size of the state is computed.
+#include "layout.h"
+
+#include <algorithm>
+
+namespace replayssm {
+namespace {
+
+constexpr int64_t kSectionAlignment = 256;
+
+int64_t align_up(int64_t bytes) { return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment; }
+
+const char* checkpoint_name(int32_t format) {
+  static const char* const names[] = {"fp32", "bf16", "fp16", "fp16_sr", "fp8_sr", "nvfp4"};
+  return format >= 0 && format < 6 ? names[format] : nullptr;
+}
+
+const char* read_copy_name(int32_t format) {
+  static const char* const names[] = {"none", "fp8", "nvfp4"};
+  return format >= 0 && format < 3 ? names[format] : nullptr;
+}
+
+}  // namespace
+
+int64_t dtype_bytes(int32_t dtype) { return dtype == REPLAYSSM_FP32 ? 4 : 2; }
+
+int32_t checkpoint_dtype(int32_t format) {
+  switch (format) {
+    case REPLAYSSM_CHECKPOINT_BF16:
+      return REPLAYSSM_BF16;
+    case REPLAYSSM_CHECKPOINT_FP16:
+      return REPLAYSSM_FP16;
+    default:
+      return REPLAYSSM_FP32;
+  }
+}
+
+replayssm_status check_geometry(const replayssm_geometry& g) {
+  if (g.num_heads < 1 || g.num_heads > 65536)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "num_heads: expected 1..65536, got %d", g.num_heads);
+  if (g.head_dim < 8 || g.head_dim > 128 || g.head_dim % 8 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "head_dim: expected a multiple of 8 in 8..128, got %d", g.head_dim);
+  if (g.num_groups < 1 || g.num_heads % g.num_groups != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "num_groups: expected a divisor of num_heads=%d, got %d", g.num_heads,
+                g.num_groups);
+  if (g.state_dim != 64 && g.state_dim != 128)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "state_dim: expected 64 or 128, got %d", g.state_dim);
+  if (g.conv_kernel < 2 || g.conv_kernel > 8)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "conv_kernel: expected 2..8, got %d", g.conv_kernel);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_config(const replayssm_config& c) {
+  if (c.window < 1 || c.window > REPLAYSSM_MAX_WINDOW)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "window: expected 1..%d, got %d", REPLAYSSM_MAX_WINDOW, c.window);
+  if (c.max_step_tokens < 1 || c.max_step_tokens > std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS))
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "max_step_tokens: expected 1..%d (at most the window and %d), got %d",
+                std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS), REPLAYSSM_MAX_STEP_TOKENS, c.max_step_tokens);
+  if (!checkpoint_name(c.checkpoint))
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "checkpoint: unknown format code %d", c.checkpoint);
+  if (c.checkpoint > REPLAYSSM_CHECKPOINT_FP16)
+    return fail(REPLAYSSM_UNSUPPORTED, "checkpoint='%s' is not implemented; available: 'fp32', 'bf16', 'fp16'",
+                checkpoint_name(c.checkpoint));
+  if (!read_copy_name(c.read_copy))
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "read_copy: unknown format code %d", c.read_copy);
+  if (c.read_copy != REPLAYSSM_READ_COPY_NONE)
+    return fail(REPLAYSSM_UNSUPPORTED, "read_copy='%s' is not implemented; available: 'none'",
+                read_copy_name(c.read_copy));
+  if (c.activation < REPLAYSSM_FP32 || c.activation > REPLAYSSM_FP16)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "activation: unknown dtype code %d", c.activation);
+  return REPLAYSSM_OK;
+}
+
+replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config& c) {
+  replayssm_layout layout{};
+  layout.version = REPLAYSSM_LAYOUT_VERSION;
+  layout.ring_rows = c.window + c.max_step_tokens;
+  layout.conv_rows = g.conv_kernel - 1 + c.max_step_tokens;
+  layout.conv_channels = g.num_heads * g.head_dim + 2 * g.num_groups * g.state_dim;
+
+  const int64_t H = g.num_heads, P = g.head_dim, G = g.num_groups, N = g.state_dim, R = layout.ring_rows;
+  const int64_t activation = dtype_bytes(c.activation);
+  int64_t end = 0;
+  auto place = [&end](replayssm_section& section, int64_t bytes) {
+    section = {end, bytes};
+    end = align_up(end + bytes);
+  };
+  place(layout.checkpoint, H * P * N * dtype_bytes(checkpoint_dtype(c.checkpoint)));
+  place(layout.read_copy, 0);
+  place(layout.x_ring, H * R * P * activation);
+  place(layout.b_ring, G * R * N * activation);
+  place(layout.delta_ring, H * R * 4);
+  place(layout.conv_ring, int64_t{layout.conv_rows} * layout.conv_channels * activation);
+  layout.slot_stride = end;
+  return layout;
+}
+
+}  // namespace replayssm

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The ops behind the C ABI. api.cpp checks every argument that can be checked on the host, computes the layout once a
+// call, and hands both implementations the same validated values. host:: reports bad rows through the table's error
+// word exactly as cuda:: does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "replayssm/replayssm.h"
+
+namespace replayssm {
+
+// What every layer op knows: sizes, formats, and where sections lie. Passed to kernels by value.
+struct Problem {
+  replayssm_geometry geometry;
+  replayssm_config config;
+  int32_t ring_rows;
+  int32_t conv_rows;
+  int32_t conv_channels;
+};
+
+inline const replayssm_plan_header* plan_header(const void* plan) {
+  return static_cast<const replayssm_plan_header*>(plan);
+}
+inline const replayssm_plan_row* plan_rows(const void* plan) {
+  return reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(plan) + sizeof(replayssm_plan_header));
+}
+inline const int32_t* plan_flush_rows(const void* plan, int32_t rows) {
+  return reinterpret_cast<const int32_t*>(plan_rows(plan) + rows);
+}
+
+#define REPLAYSSM_DECLARE_OPS                                                                                          \
+  replayssm_status reset(const replayssm_exec&, const replayssm_table&, const int32_t* slots, const int64_t* streams,  \
+                         int32_t rows);                                                                                \
+  replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,           \
+                        const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                       \
+  replayssm_status commit(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,               \
+                          const int32_t* accepted, replayssm_plan_use);                                                \
+  replayssm_status abandon(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,              \
+                           replayssm_plan_use);                                                                        \
+  replayssm_status conv_step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,    \
+                             const void* plan, int32_t rows, const replayssm_conv_args&);                              \
+  replayssm_status flush(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,        \
+                         const void* plan, int32_t rows, const replayssm_tensor& A_log);                               \
+  replayssm_status step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,         \
+                        const void* plan, int32_t rows, const replayssm_scan_args&, bool flushed);                     \
+  replayssm_status prefill(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,      \
+                           const void* plan, int32_t rows, const replayssm_scan_args&);                                \
+  replayssm_status conventional_step(const replayssm_exec&, const Problem&, const replayssm_layer&,                    \
+                                     const replayssm_table&, const void* plan, int32_t rows,                           \
+                                     const replayssm_scan_args&);                                                      \
+  replayssm_status materialize(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,  \
+                               const int32_t* slots, int32_t rows, const replayssm_tensor& A_log, float* state,        \
+                               float* conv_tail);                                                                      \
+  replayssm_status restore(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,      \
+                           const int32_t* slots, int32_t rows, const float* state, const float* conv_tail);            \
+  replayssm_status copy(const replayssm_exec&, const replayssm_table&, void* data, int64_t layer_stride,               \
+                        int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows);
+
+namespace host {
+REPLAYSSM_DECLARE_OPS
+}
+namespace cuda {
+REPLAYSSM_DECLARE_OPS
+replayssm_status load_kernels();
+const char* architectures();
+}  // namespace cuda
+
+#undef REPLAYSSM_DECLARE_OPS
+
+// Stores the text for replayssm_last_error() (printf-style) and returns `status`, so that `return fail(...)` reads well.
+replayssm_status fail(replayssm_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+}  // namespace replayssm

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The C ABI from plain C, on the host: one small layer decodes prompts, single tokens and drafts with random acceptance,
+ * and every output is compared with a double-precision recurrence. The full suite is in tests/ops (Python). */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "replayssm/replayssm.h"
+
+enum { H = 4, P = 16, G = 2, N = 64, K = 4, SLOTS = 3, WINDOW = 5, STEP_TOKENS = 3, ROUNDS = 300, LONGEST = 8 };
+
+#define CHECK(condition)                                                                      \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      fprintf(stderr, "%s:%d: failed: %s (last error: %s)\n", __FILE__, __LINE__, #condition, \
+              replayssm_last_error());                                                        \
+      exit(1);                                                                                \
+    }                                                                                         \
+  } while (0)
+
+static double uniform(double low, double high) { return low + (high - low) * rand() / RAND_MAX; }
+
+static const replayssm_geometry geometry = {H, P, G, N, K};
+static const replayssm_config config = {WINDOW, STEP_TOKENS, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE,
+                                        REPLAYSSM_FP32, 0};
+static const replayssm_exec host = {REPLAYSSM_HOST, NULL};
+
+static void test_layout(void) {
+  replayssm_layout layout;
+  CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK);
+  CHECK(layout.ring_rows == WINDOW + STEP_TOKENS && layout.conv_rows == K - 1 + STEP_TOKENS);
+  CHECK(layout.checkpoint.offset == 0 && layout.checkpoint.bytes == H * P * N * 4);
+  CHECK(layout.x_ring.bytes == H * 8 * P * 4 && layout.b_ring.bytes == G * 8 * N * 4 && layout.delta_ring.bytes == H * 8 * 4);
+  CHECK(layout.conv_ring.offset % 256 == 0 && layout.slot_stride % 256 == 0);
+  CHECK(layout.slot_stride >= layout.conv_ring.offset + layout.conv_ring.bytes);
+
+  replayssm_config wrong = config;
+  wrong.max_step_tokens = WINDOW + 1;
+  CHECK(replayssm_layout_init(&geometry, &wrong, &layout) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "max_step_tokens: expected 1..5") != NULL);
+  wrong = config;
+  wrong.checkpoint = REPLAYSSM_CHECKPOINT_NVFP4;
+  CHECK(replayssm_layout_init(&geometry, &wrong, &layout) == REPLAYSSM_UNSUPPORTED);
+  CHECK(sizeof(replayssm_cursor) == 32 && sizeof(replayssm_plan_row) == 64 && sizeof(replayssm_plan_header) == 64);
+  CHECK(sizeof(replayssm_error) == 32);
+}
+
+static void test_decoding(void) {
+  replayssm_layout layout;
+  CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK);
+  char* memory = malloc(layout.slot_stride * SLOTS + 256);
+  memset(memory, 0xFF, layout.slot_stride * SLOTS + 256); /* NaN everywhere: nothing unwritten may be read */
+  replayssm_layer layer;
+  CHECK(replayssm_layer_from_blob(&layout, (char*)(((uintptr_t)memory + 255) / 256 * 256), 0, &layer) == REPLAYSSM_OK);
+
+  replayssm_cursor cursors[SLOTS] = {{0}};
+  replayssm_error error = {0};
+  int64_t counters[REPLAYSSM_NUM_COUNTERS] = {0};
+  uint8_t restored[SLOTS] = {0};
+  const replayssm_table table = {cursors, &error, counters, restored, SLOTS, 1};
+
+  float A_log[H], D[H], dt_bias[H];
+  for (int h = 0; h < H; ++h) {
+    A_log[h] = (float)uniform(-2, 2);
+    D[h] = (float)uniform(-1, 1);
+    dt_bias[h] = (float)uniform(-4, 0);
+  }
+  static double state[H][P][N]; /* of slot 1, zero at first */
+  float x[LONGEST][H][P], B[LONGEST][G][N], C[LONGEST][G][N], dt[LONGEST][H], out[LONGEST][H][P];
+  _Alignas(64) char plan[256];
+  CHECK(replayssm_plan_bytes(1) <= (int64_t)sizeof(plan));
+  const int32_t slot = 1;
+  int64_t committed = 0;
+
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int prompt = round % 50 == 0; /* the first round, then now and then a prompt that continues the slot */
+    const int32_t count = prompt ? LONGEST : 1 + rand() % STEP_TOKENS;
+    for (int t = 0; t < count; ++t) {
+      for (int h = 0; h < H; ++h) {
+        dt[t][h] = (float)uniform(-2, 2);
+        for (int p = 0; p < P; ++p) x[t][h][p] = (float)uniform(-1, 1);
+      }
+      for (int g = 0; g < G; ++g)
+        for (int n = 0; n < N; ++n) {
+          B[t][g][n] = (float)uniform(-1, 1);
+          C[t][g][n] = (float)uniform(-1, 1);
+        }
+    }
+    const int32_t accepted = prompt ? count : rand() % (count + 1);
+    const replayssm_scan_args args = {.x = {x, REPLAYSSM_FP32, {H * P, P}},
+                                      .B = {B, REPLAYSSM_FP32, {G * N, N}},
+                                      .C = {C, REPLAYSSM_FP32, {G * N, N}},
+                                      .dt = {dt, REPLAYSSM_FP32, {H, 1}},
+                                      .A_log = {A_log, REPLAYSSM_FP32, {1, 0}},
+                                      .D = {D, REPLAYSSM_FP32, {1, 0}},
+                                      .dt_bias = {dt_bias, REPLAYSSM_FP32, {1, 0}},
+                                      .out = {out, REPLAYSSM_FP32, {H * P, P}},
+                                      .dt_min = 0,
+                                      .dt_max = INFINITY,
+                                      .num_tokens = count,
+                                      .max_count = count};
+    CHECK(replayssm_plan(&host, &geometry, &config, &table, &slot, NULL, count, 1, plan) == REPLAYSSM_OK);
+    if (prompt) {
+      CHECK(replayssm_prefill(&host, &geometry, &config, &layer, &table, plan, 1, &args) == REPLAYSSM_OK);
+    } else {
+      CHECK(replayssm_step(&host, &geometry, &config, &layer, &table, plan, 1, &args, 0) == REPLAYSSM_OK);
+    }
+    const int32_t use = prompt ? REPLAYSSM_FOLDED : REPLAYSSM_STEPPED;
+    CHECK(replayssm_commit(&host, &table, plan, 1, &accepted, use) == REPLAYSSM_OK);
+    CHECK(error.code == REPLAYSSM_ROW_OK);
+    committed += accepted;
+    CHECK(cursors[slot].tokens == committed && cursors[slot].history <= WINDOW && cursors[slot].flags == 0);
+
+    static double trial[H][P][N];
+    memcpy(trial, state, sizeof(state));
+    double error2 = 0, norm2 = 0;
+    for (int t = 0; t < count; ++t) {
+      for (int h = 0; h < H; ++h) {
+        const double delta = log1p(exp((double)dt[t][h] + dt_bias[h]));
+        const double decay = exp(-exp((double)A_log[h]) * delta);
+        const int g = h / (H / G);
+        for (int p = 0; p < P; ++p) {
+          double y = D[h] * x[t][h][p];
+          for (int n = 0; n < N; ++n) {
+            trial[h][p][n] = decay * trial[h][p][n] + delta * x[t][h][p] * B[t][g][n];
+            y += trial[h][p][n] * C[t][g][n];
+          }
+          error2 += (out[t][h][p] - y) * (out[t][h][p] - y);
+          norm2 += y * y;
+        }
+      }
+      if (t < accepted) memcpy(state, trial, sizeof(state));
+    }
+    CHECK(sqrt(error2 / norm2) <= 2e-6);
+  }
+  CHECK(counters[REPLAYSSM_COUNT_TOKENS] == committed && counters[REPLAYSSM_COUNT_FLUSHES] > ROUNDS / WINDOW / 2);
+  CHECK(counters[REPLAYSSM_COUNT_FLUSHES] + ROUNDS / 50 == cursors[slot].writes);
+
+  /* A second plan on an open slot and a slot out of range touch nothing and say so. */
+  CHECK(replayssm_plan(&host, &geometry, &config, &table, &slot, NULL, 1, 1, plan) == REPLAYSSM_OK);
+  CHECK(replayssm_plan(&host, &geometry, &config, &table, &slot, NULL, 1, 1, plan) == REPLAYSSM_OK);
+  CHECK(error.code == REPLAYSSM_ROW_SLOT_OPEN && error.row == 0 && error.given == slot);
+  memset(&error, 0, sizeof(error));
+  const int32_t beyond = SLOTS;
+  CHECK(replayssm_plan(&host, &geometry, &config, &table, &beyond, NULL, 1, 1, plan) == REPLAYSSM_OK);
+  CHECK(error.code == REPLAYSSM_ROW_SLOT_RANGE && error.given == SLOTS && error.expected == SLOTS);
+  CHECK(cursors[0].flags == 0 && cursors[1].flags == REPLAYSSM_SLOT_OPEN && cursors[2].flags == 0);
+  free(memory);
+}
+
+int main(void) {
+  srand(7);
+  test_layout();
+  test_decoding();
+  puts("core_test: layout and decoding are right");
+  return 0;
+}
