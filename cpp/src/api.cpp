@@ -12,10 +12,10 @@ namespace {
 
 thread_local char last_error[512] = "";
 
-#define REPLAYSSM_RETURN_IF_ERROR(expression)                       \
-  do {                                                              \
-    const replayssm_status status_ = (expression);                  \
-    if (status_ != REPLAYSSM_OK) return status_;                    \
+#define REPLAYSSM_RETURN_IF_ERROR(expression)      \
+  do {                                             \
+    const replayssm_status status_ = (expression); \
+    if (status_ != REPLAYSSM_OK) return status_;   \
   } while (0)
 
 #define REPLAYSSM_REQUIRE_POINTER(pointer)                                                     \
@@ -41,7 +41,8 @@ replayssm_status check_table(const replayssm_table* table) {
   REPLAYSSM_REQUIRE_POINTER(table->cursors);
   REPLAYSSM_REQUIRE_POINTER(table->error);
   REPLAYSSM_REQUIRE_POINTER(table->counters);
-  if (table->num_slots < 1) return fail(REPLAYSSM_INVALID_ARGUMENT, "num_slots: expected >= 1, got %d", table->num_slots);
+  if (table->num_slots < 1)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "num_slots: expected >= 1, got %d", table->num_slots);
   if (table->num_layers < 0)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "num_layers: expected >= 0, got %d", table->num_layers);
   return REPLAYSSM_OK;
@@ -96,7 +97,8 @@ replayssm_status check_layer_op(const replayssm_exec* exec, const replayssm_geom
 }
 
 replayssm_status check_token_counts(int64_t num_tokens, int32_t max_count) {
-  if (num_tokens < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "num_tokens: expected >= 0, got %lld", (long long)num_tokens);
+  if (num_tokens < 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "num_tokens: expected >= 0, got %lld", (long long)num_tokens);
   if (max_count < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: expected >= 0, got %d", max_count);
   return REPLAYSSM_OK;
 }
@@ -183,8 +185,13 @@ replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void*
   auto at = [&](const replayssm_section& section) {
     return replayssm_buffer{section.bytes ? static_cast<char*>(base) + section.offset : nullptr, layout->slot_stride};
   };
-  *out = {at(layout->checkpoint), at(layout->read_copy),  at(layout->x_ring), at(layout->b_ring),
-          at(layout->delta_ring), at(layout->conv_ring), layer};
+  *out = {at(layout->checkpoint),
+          at(layout->read_copy),
+          at(layout->x_ring),
+          at(layout->b_ring),
+          at(layout->delta_ring),
+          at(layout->conv_ring),
+          layer};
   return REPLAYSSM_OK;
 }
 

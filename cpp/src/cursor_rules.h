@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The cursor arithmetic, shared by both implementations: what a plan row says about a slot, what may be planned, and how
-// a commit moves a cursor.
+// The cursor arithmetic, shared by both implementations: what a plan row says about a slot, what may be planned, and
+// how a commit moves a cursor.
 #pragma once
 
 #include "ops.h"
@@ -39,9 +39,12 @@ REPLAYSSM_HOST_DEVICE inline replayssm_plan_row make_plan_row(const Problem& pro
   row.first_token = first_token;
   row.count = count;
   row.history = cursor.history;
-  if (cursor.history > 0 && cursor.history + count > problem.config.window) row.flags |= REPLAYSSM_ROW_FLUSH;
   if (cursor.writes == 0) row.flags |= REPLAYSSM_ROW_EMPTY;
-  if (count > problem.config.max_step_tokens) row.flags |= REPLAYSSM_ROW_LONG;
+  if (count > problem.config.max_step_tokens) {
+    row.flags |= REPLAYSSM_ROW_LONG;
+  } else if (cursor.history > 0 && cursor.history + count > problem.config.window) {
+    row.flags |= REPLAYSSM_ROW_FLUSH;
+  }
   row.ring_row = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
   row.conv_row = static_cast<int32_t>(cursor.tokens % problem.conv_rows);
   return row;
@@ -53,10 +56,11 @@ REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, con
          cursor.writes == row.writes;
 }
 
-// A folded plan commits all of its tokens; a stepped one a prefix.
+// A folded plan commits all of its tokens; a stepped one a prefix, of a long row (which step refused) nothing.
 REPLAYSSM_HOST_DEVICE inline bool accepted_in_range(const replayssm_plan_row& row, int32_t accepted,
                                                     replayssm_plan_use use) {
-  return use == REPLAYSSM_FOLDED ? accepted == row.count : accepted >= 0 && accepted <= row.count;
+  if (use == REPLAYSSM_FOLDED) return accepted == row.count;
+  return accepted >= 0 && accepted <= (row.flags & REPLAYSSM_ROW_LONG ? 0 : row.count);
 }
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor, const replayssm_plan_row& row,

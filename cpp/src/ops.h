@@ -31,32 +31,32 @@ inline const int32_t* plan_flush_rows(const void* plan, int32_t rows) {
   return reinterpret_cast<const int32_t*>(plan_rows(plan) + rows);
 }
 
-#define REPLAYSSM_DECLARE_OPS                                                                                          \
-  replayssm_status reset(const replayssm_exec&, const replayssm_table&, const int32_t* slots, const int64_t* streams,  \
-                         int32_t rows);                                                                                \
-  replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,           \
-                        const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                       \
-  replayssm_status commit(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,               \
-                          const int32_t* accepted, replayssm_plan_use);                                                \
-  replayssm_status abandon(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,              \
-                           replayssm_plan_use);                                                                        \
-  replayssm_status conv_step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,    \
-                             const void* plan, int32_t rows, const replayssm_conv_args&);                              \
-  replayssm_status flush(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,        \
-                         const void* plan, int32_t rows, const replayssm_tensor& A_log);                               \
-  replayssm_status step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,         \
-                        const void* plan, int32_t rows, const replayssm_scan_args&, bool flushed);                     \
-  replayssm_status prefill(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,      \
-                           const void* plan, int32_t rows, const replayssm_scan_args&);                                \
-  replayssm_status conventional_step(const replayssm_exec&, const Problem&, const replayssm_layer&,                    \
-                                     const replayssm_table&, const void* plan, int32_t rows,                           \
-                                     const replayssm_scan_args&);                                                      \
-  replayssm_status materialize(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,  \
-                               const int32_t* slots, int32_t rows, const replayssm_tensor& A_log, float* state,        \
-                               float* conv_tail);                                                                      \
-  replayssm_status restore(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,      \
-                           const int32_t* slots, int32_t rows, const float* state, const float* conv_tail);            \
-  replayssm_status copy(const replayssm_exec&, const replayssm_table&, void* data, int64_t layer_stride,               \
+#define REPLAYSSM_DECLARE_OPS                                                                                         \
+  replayssm_status reset(const replayssm_exec&, const replayssm_table&, const int32_t* slots, const int64_t* streams, \
+                         int32_t rows);                                                                               \
+  replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,          \
+                        const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                      \
+  replayssm_status commit(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,              \
+                          const int32_t* accepted, replayssm_plan_use);                                               \
+  replayssm_status abandon(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,             \
+                           replayssm_plan_use);                                                                       \
+  replayssm_status conv_step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,   \
+                             const void* plan, int32_t rows, const replayssm_conv_args&);                             \
+  replayssm_status flush(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,       \
+                         const void* plan, int32_t rows, const replayssm_tensor& A_log);                              \
+  replayssm_status step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,        \
+                        const void* plan, int32_t rows, const replayssm_scan_args&, bool flushed);                    \
+  replayssm_status prefill(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,     \
+                           const void* plan, int32_t rows, const replayssm_scan_args&);                               \
+  replayssm_status conventional_step(const replayssm_exec&, const Problem&, const replayssm_layer&,                   \
+                                     const replayssm_table&, const void* plan, int32_t rows,                          \
+                                     const replayssm_scan_args&);                                                     \
+  replayssm_status materialize(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&, \
+                               const int32_t* slots, int32_t rows, const replayssm_tensor& A_log, float* state,       \
+                               float* conv_tail);                                                                     \
+  replayssm_status restore(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,     \
+                           const int32_t* slots, int32_t rows, const float* state, const float* conv_tail);           \
+  replayssm_status copy(const replayssm_exec&, const replayssm_table&, void* data, int64_t layer_stride,              \
                         int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows);
 
 namespace host {
@@ -70,7 +70,8 @@ const char* architectures();
 
 #undef REPLAYSSM_DECLARE_OPS
 
-// Stores the text for replayssm_last_error() (printf-style) and returns `status`, so that `return fail(...)` reads well.
+// Stores the text for replayssm_last_error() (printf-style) and returns `status`, so that `return fail(...)` reads
+// well.
 replayssm_status fail(replayssm_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 }  // namespace replayssm

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C ABI from plain C, on the host: one small layer decodes prompts, single tokens and drafts with random acceptance,
- * and every output is compared with a double-precision recurrence. The full suite is in tests/ops (Python). */
+ * The C ABI from plain C, on the host: one small layer decodes prompts, single tokens and drafts with random
+ * acceptance, and every output is compared with a double-precision recurrence. The full suite is in tests/ops (Python).
+ */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,20 +12,19 @@
 
 enum { H = 4, P = 16, G = 2, N = 64, K = 4, SLOTS = 3, WINDOW = 5, STEP_TOKENS = 3, ROUNDS = 300, LONGEST = 8 };
 
-#define CHECK(condition)                                                                      \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
-      fprintf(stderr, "%s:%d: failed: %s (last error: %s)\n", __FILE__, __LINE__, #condition, \
-              replayssm_last_error());                                                        \
-      exit(1);                                                                                \
-    }                                                                                         \
+#define CHECK(condition)                                                                                               \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      fprintf(stderr, "%s:%d: failed: %s (last error: %s)\n", __FILE__, __LINE__, #condition, replayssm_last_error()); \
+      exit(1);                                                                                                         \
+    }                                                                                                                  \
   } while (0)
 
 static double uniform(double low, double high) { return low + (high - low) * rand() / RAND_MAX; }
 
 static const replayssm_geometry geometry = {H, P, G, N, K};
-static const replayssm_config config = {WINDOW, STEP_TOKENS, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE,
-                                        REPLAYSSM_FP32, 0};
+static const replayssm_config config = {
+    WINDOW, STEP_TOKENS, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_FP32, 0};
 static const replayssm_exec host = {REPLAYSSM_HOST, NULL};
 
 static void test_layout(void) {
@@ -32,7 +32,8 @@ static void test_layout(void) {
   CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK);
   CHECK(layout.ring_rows == WINDOW + STEP_TOKENS && layout.conv_rows == K - 1 + STEP_TOKENS);
   CHECK(layout.checkpoint.offset == 0 && layout.checkpoint.bytes == H * P * N * 4);
-  CHECK(layout.x_ring.bytes == H * 8 * P * 4 && layout.b_ring.bytes == G * 8 * N * 4 && layout.delta_ring.bytes == H * 8 * 4);
+  CHECK(layout.x_ring.bytes == H * 8 * P * 4 && layout.b_ring.bytes == G * 8 * N * 4 &&
+        layout.delta_ring.bytes == H * 8 * 4);
   CHECK(layout.conv_ring.offset % 256 == 0 && layout.slot_stride % 256 == 0);
   CHECK(layout.slot_stride >= layout.conv_ring.offset + layout.conv_ring.bytes);
 

@@ -110,10 +110,10 @@ typedef struct {
   int32_t conv_rows;     /* K - 1 + T_max */
   int32_t conv_channels; /* H*P + 2*G*N */
   replayssm_section checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
-  int64_t slot_stride;   /* bytes from slot to slot of one layer, a multiple of 256 */
+  int64_t slot_stride; /* bytes from slot to slot of one layer, a multiple of 256 */
 } replayssm_layout;
 
-/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes). */
+/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes), both multiples of 16. */
 typedef struct {
   void* base;
   int64_t slot_stride;
@@ -126,17 +126,17 @@ typedef struct {
 
 /* The state of a slot that all layers share. 32 bytes. All zero is an empty slot. */
 typedef struct {
-  int64_t tokens;   /* committed tokens since the reset */
-  uint64_t stream;  /* identity of the sequence, given at reset */
-  int64_t writes;   /* how often the checkpoint was written; 0: never, it counts as all zero and is not read */
-  int32_t history;  /* h: committed tokens whose records are not in the checkpoint */
-  int32_t flags;    /* REPLAYSSM_SLOT_* */
+  int64_t tokens;  /* committed tokens since the reset */
+  uint64_t stream; /* identity of the sequence, given at reset */
+  int64_t writes;  /* how often the checkpoint was written; 0: never, it counts as all zero and is not read */
+  int32_t history; /* h: committed tokens whose records are not in the checkpoint */
+  int32_t flags;   /* REPLAYSSM_SLOT_* */
 } replayssm_cursor;
 
 enum {
-  REPLAYSSM_SLOT_OPEN = 1,      /* a plan is outstanding */
-  REPLAYSSM_SLOT_INVALID = 2,   /* a plan that may have written the checkpoint was abandoned */
-  REPLAYSSM_SLOT_RESTORING = 4  /* some, but not all, layers were restored */
+  REPLAYSSM_SLOT_OPEN = 1,     /* a plan is outstanding */
+  REPLAYSSM_SLOT_INVALID = 2,  /* a plan that may have written the checkpoint was abandoned */
+  REPLAYSSM_SLOT_RESTORING = 4 /* some, but not all, layers were restored */
 };
 
 /* One row of a plan: the cursors of its slot as they were when the step was planned. 64 bytes. */
@@ -148,14 +148,14 @@ typedef struct {
   int32_t first_token; /* its first row in the packed token tensors */
   int32_t count;       /* T: tokens it brings */
   int32_t history;
-  int32_t flags;       /* REPLAYSSM_ROW_* */
-  int32_t ring_row;    /* tokens mod ring_rows: where its first record goes */
-  int32_t conv_row;    /* tokens mod conv_rows */
+  int32_t flags;    /* REPLAYSSM_ROW_* */
+  int32_t ring_row; /* tokens mod ring_rows: where its first record goes */
+  int32_t conv_row; /* tokens mod conv_rows */
   int32_t reserved[3];
 } replayssm_plan_row;
 
 enum {
-  REPLAYSSM_ROW_FLUSH = 1, /* a step folds the row's records first: history > 0 and history + count > L */
+  REPLAYSSM_ROW_FLUSH = 1, /* a step folds the row's records first: history > 0, history + count > L, not LONG */
   REPLAYSSM_ROW_EMPTY = 2, /* writes == 0: the checkpoint counts as zero and is not read */
   REPLAYSSM_ROW_LONG = 4   /* count > max_step_tokens: only prefill and conventional_step take it */
 };
@@ -181,8 +181,9 @@ typedef struct {
 
 typedef enum {
   REPLAYSSM_ROW_OK = 0,
-  REPLAYSSM_ROW_SLOT_RANGE = 1,     /* slot outside -1..num_slots-1 */
-  REPLAYSSM_ROW_SLOT_OPEN = 2,      /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
+  REPLAYSSM_ROW_SLOT_RANGE = 1, /* slot outside -1..num_slots-1 */
+  REPLAYSSM_ROW_SLOT_OPEN =
+      2, /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
   REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; given: its flags */
   REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
   REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
@@ -195,21 +196,21 @@ typedef enum {
 
 /* Traffic counters, int64 each, added up by commit for one layer. */
 enum {
-  REPLAYSSM_COUNT_TOKENS = 0,           /* tokens committed */
-  REPLAYSSM_COUNT_FLUSHES = 1,          /* flushes by steps */
-  REPLAYSSM_COUNT_STATE_READS = 2,      /* whole states read from the checkpoint (or the read copy) */
-  REPLAYSSM_COUNT_STATE_WRITES = 3,     /* whole states written */
-  REPLAYSSM_COUNT_RECORD_READS = 4,     /* records read */
-  REPLAYSSM_COUNT_RECORD_WRITES = 5,    /* records written */
+  REPLAYSSM_COUNT_TOKENS = 0,        /* tokens committed */
+  REPLAYSSM_COUNT_FLUSHES = 1,       /* flushes by steps */
+  REPLAYSSM_COUNT_STATE_READS = 2,   /* whole states read from the checkpoint (or the read copy) */
+  REPLAYSSM_COUNT_STATE_WRITES = 3,  /* whole states written */
+  REPLAYSSM_COUNT_RECORD_READS = 4,  /* records read */
+  REPLAYSSM_COUNT_RECORD_WRITES = 5, /* records written */
   REPLAYSSM_NUM_COUNTERS = 8
 };
 
 /* What all layers of a pool share. All pointers on the device of the ops. */
 typedef struct {
-  replayssm_cursor* cursors;  /* [num_slots] */
-  replayssm_error* error;     /* [1] */
-  int64_t* counters;          /* [REPLAYSSM_NUM_COUNTERS] */
-  uint8_t* restored;          /* [num_slots, num_layers]: layers restored while a slot is RESTORING */
+  replayssm_cursor* cursors; /* [num_slots] */
+  replayssm_error* error;    /* [1] */
+  int64_t* counters;         /* [REPLAYSSM_NUM_COUNTERS] */
+  uint8_t* restored;         /* [num_slots, num_layers]: layers restored while a slot is RESTORING */
   int32_t num_slots;
   int32_t num_layers;
 } replayssm_table;
@@ -222,8 +223,8 @@ typedef struct {
 /* A strided tensor. The last dimension is contiguous, but for dt, whose last stride is given. Strides in elements. */
 typedef struct {
   void* data;
-  int32_t dtype;      /* replayssm_dtype */
-  int64_t stride[2];  /* of the leading dimensions: token, then head or group (dt: token, head) */
+  int32_t dtype;     /* replayssm_dtype */
+  int64_t stride[2]; /* of the leading dimensions: token, then head or group (dt: token, head) */
 } replayssm_tensor;
 
 /* Inputs and output of step, prefill and conventional_step. Rows of the packed token tensors belong to plan rows by
@@ -239,7 +240,7 @@ typedef struct {
   replayssm_tensor out;     /* [num_tokens, H, P]; rows of padded and refused plan rows are not written */
   float dt_min, dt_max;     /* time_step_limit, the only clamp of delta */
   int64_t num_tokens;
-  int32_t max_count;        /* an upper bound of every count, known on the host (step: at most max_step_tokens) */
+  int32_t max_count; /* an upper bound of every count, known on the host (step: at most max_step_tokens) */
 } replayssm_scan_args;
 
 typedef struct {
@@ -248,7 +249,7 @@ typedef struct {
   replayssm_tensor bias;   /* [conv_channels], any dtype; data NULL: zero */
   replayssm_tensor out;    /* [num_tokens, conv_channels], silu(conv), activation dtype; must not overlap `in` */
   int64_t num_tokens;
-  int32_t max_count;       /* an upper bound of every count, known on the host */
+  int32_t max_count; /* an upper bound of every count, known on the host */
 } replayssm_conv_args;
 
 /* Text of this thread's last failed call; "" if none. */
@@ -269,7 +270,8 @@ REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout*
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
 
-/* ---- once a step, for all layers: the only ops that touch cursors -------------------------------------------------- */
+/* ---- once a step, for all layers: the only ops that touch cursors --------------------------------------------------
+ */
 
 /* Empties slots: tokens = history = writes = 0, whatever their state. slots int32 [rows] (-1: skipped), streams int64
  * [rows]. Touches no layer memory: an empty slot's checkpoint and rings are never read. */
@@ -282,26 +284,27 @@ REPLAYSSM_API replayssm_status replayssm_plan(const replayssm_exec* exec, const 
                                               const int32_t* slots, const int32_t* counts, int32_t uniform_count,
                                               int32_t rows, void* plan);
 /* Ends a plan. Stepped: tokens += accepted; history = (flush ? 0 : history) + accepted; writes += flush. Folded: tokens
- * += count; history = 0; writes += 1 (a row of count 0 changes nothing). accepted int32 [rows], or NULL: all; entries of
- * padded rows are ignored. */
+ * += count; history = 0; writes += 1 (a row of count 0 changes nothing). accepted int32 [rows], or NULL: all; entries
+ * of padded rows are ignored. */
 REPLAYSSM_API replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table,
                                                 const void* plan, int32_t rows, const int32_t* accepted, int32_t use);
-/* Closes a plan's slots with nothing committed. Slots whose checkpoint the plan's ops may have written (flagged FLUSH or
- * LONG; all, if folded) become INVALID. */
+/* Closes a plan's slots with nothing committed. Slots whose checkpoint the plan's ops may have written (flagged FLUSH
+ * or LONG; all, if folded) become INVALID. */
 REPLAYSSM_API replayssm_status replayssm_abandon(const replayssm_exec* exec, const replayssm_table* table,
                                                  const void* plan, int32_t rows, int32_t use);
 
-/* ---- per layer ----------------------------------------------------------------------------------------------------- */
+/* ---- per layer -----------------------------------------------------------------------------------------------------
+ */
 
-/* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens or
- * a rollback need: the new tokens of a row of count <= max_step_tokens, else the last K-1 (a long row is a prompt and is
- * never rolled back). Inputs before token 0 count as 0. */
+/* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens
+ * or a rollback need: the new tokens of a row of count <= max_step_tokens, else the last K-1 (a long row is a prompt
+ * and is never rolled back). Inputs before token 0 count as 0. */
 REPLAYSSM_API replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                    const replayssm_config* config, const replayssm_layer* layer,
                                                    const replayssm_table* table, const void* plan, int32_t rows,
                                                    const replayssm_conv_args* args);
-/* Folds the committed records of the rows flagged FLUSH into their checkpoints. replayssm_step does this itself; call it
- * only where flush and outputs are separate nodes, and then tell step so. */
+/* Folds the committed records of the rows flagged FLUSH into their checkpoints. replayssm_step does this itself; call
+ * it only where flush and outputs are separate nodes, and then tell step so: prefill after it would fold twice. */
 REPLAYSSM_API replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                const replayssm_config* config, const replayssm_layer* layer,
                                                const replayssm_table* table, const void* plan, int32_t rows,
@@ -326,7 +329,8 @@ REPLAYSSM_API replayssm_status replayssm_conventional_step(const replayssm_exec*
                                                            const replayssm_table* table, const void* plan, int32_t rows,
                                                            const replayssm_scan_args* args);
 
-/* ---- on demand ----------------------------------------------------------------------------------------------------- */
+/* ---- on demand -----------------------------------------------------------------------------------------------------
+ */
 
 /* state fp32 [rows,H,P,N] after the committed tokens, conv_tail fp32 [rows,K-1,conv_channels] the last K-1 raw conv
  * inputs, oldest first (inputs before token 0 are 0). Disturbs nothing. Rows of slot -1 or refused are not written. The
@@ -335,9 +339,9 @@ REPLAYSSM_API replayssm_status replayssm_materialize(const replayssm_exec* exec,
                                                      const replayssm_config* config, const replayssm_layer* layer,
                                                      const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                      const replayssm_tensor* A_log, float* state, float* conv_tail);
-/* The inverse, one layer of a slot at a time: writes the checkpoint and the conv rows. The slot is RESTORING, and planning
- * it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the K-1 raw
- * inputs to lie before it), history = 0, writes = 1; the stream stays. */
+/* The inverse, one layer of a slot at a time: writes the checkpoint and the conv rows. The slot is RESTORING, and
+ * planning it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the
+ * K-1 raw inputs to lie before it), history = 0, writes = 1; the stream stays. */
 REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                  const replayssm_config* config, const replayssm_layer* layer,
                                                  const replayssm_table* table, const int32_t* slots, int32_t rows,

@@ -2,9 +2,9 @@
 //
 // Causal depthwise convolution + SiLU over the new tokens of each row.
 //
-// A task owns one block of channels of one row. It first gathers the K-1 raw inputs before the new tokens (from the conv
-// ring; inputs before token 0 are 0), then slides over the tokens, and writes the ring only after that: a prompt's ring
-// rows may coincide with those that were gathered.
+// A task owns one block of channels of one row. It first gathers the K-1 raw inputs before the new tokens (from the
+// conv ring; inputs before token 0 are 0), then slides over the tokens, and writes the ring only after that: a prompt's
+// ring rows may coincide with those that were gathered.
 #include <algorithm>
 #include <cmath>
 
@@ -35,7 +35,8 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
     bias[c] = args.bias.data ? load_element(args.bias, first_channel + c) : 0.0f;
   }
 
-  float taps[kMaxTaps][kChannelBlock];  // raw input of token t in row t mod K, tokens -(K-1).. relative to the first new
+  float taps[kMaxTaps]
+            [kChannelBlock];  // raw input of token t in row t mod K, tokens -(K-1).. relative to the first new
   for (int32_t t = 1 - K; t < 0; ++t) {
     float* tap = taps[(t + K) % K];
     if (row.tokens + t >= 0) {

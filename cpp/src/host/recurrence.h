@@ -43,9 +43,7 @@ struct HeadSlot {
   }
 
  private:
-  char* at(const replayssm_buffer& buffer) const {
-    return static_cast<char*>(buffer.base) + slot * buffer.slot_stride;
-  }
+  char* at(const replayssm_buffer& buffer) const { return static_cast<char*>(buffer.base) + slot * buffer.slot_stride; }
 };
 
 // delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20.
@@ -63,7 +61,8 @@ inline float dot(const float* a, const float* b, int32_t n) {
   float partial[8] = {};
   for (int32_t i = 0; i < n; i += 8)
     for (int32_t k = 0; k < 8; ++k) partial[k] += a[i + k] * b[i + k];
-  return ((partial[0] + partial[4]) + (partial[2] + partial[6])) + ((partial[1] + partial[5]) + (partial[3] + partial[7]));
+  return ((partial[0] + partial[4]) + (partial[2] + partial[6])) +
+         ((partial[1] + partial[5]) + (partial[3] + partial[7]));
 }
 
 // weights[j] = delta_j exp(e(j, count)) for the records delta[0..count-1], oldest first; returns exp(e(0, count)). The
@@ -90,7 +89,8 @@ inline void store_checkpoint(const HeadSlot& head, const float* state) {
   store_row(state, head.state_size(), checkpoint_dtype(head.problem.config.checkpoint), head.checkpoint());
 }
 
-// state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before `tokens`.
+// state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before
+// `tokens`.
 inline void fold_records(const HeadSlot& head, int64_t tokens, int32_t history, float A, float* state) {
   if (history == 0) return;
   const int32_t P = head.problem.geometry.head_dim, N = head.problem.geometry.state_dim;

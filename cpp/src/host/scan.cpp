@@ -65,7 +65,8 @@ void step_head(const HeadSlot& head, const replayssm_plan_row& row, const replay
     load_row(head.x(record), dtype, P, x[j]);
     load_row(head.B(record), dtype, N, B[j]);
   }
-  const bool first_of_group = head.head == 0 || HeadSlot{head.problem, head.layer, row.slot, head.head - 1}.group() != head.group();
+  const bool first_of_group =
+      head.head == 0 || HeadSlot{head.problem, head.layer, row.slot, head.head - 1}.group() != head.group();
   for (int32_t t = 0; t < row.count; ++t) {
     const int32_t j = history + t;
     delta[j] = tokens.delta(t);

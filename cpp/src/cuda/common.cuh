@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every kernel file shares: launch checks, element types, vector loads that fall back to scalar ones, and the
+// rules by which a row is refused.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "cursor_rules.h"
+
+namespace replayssm {
+namespace cuda {
+
+// Every kernel of the state works in groups of 8 lanes: a group owns rows of the state, its lanes split the columns in
+// chunks of 16 bytes, so that a group's load is one full 128-byte line of a row.
+constexpr int kThreads = 128;
+constexpr int kLanes = 8;
+constexpr int kGroups = kThreads / kLanes;
+constexpr int kMaxStateDim = 128;
+
+// ---- host side -----------------------------------------------------------------------------------------------------
+
+inline cudaStream_t stream_of(const replayssm_exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
+
+inline replayssm_status check(cudaError_t error, const char* op) {
+  if (error == cudaSuccess) return REPLAYSSM_OK;
+  return fail(REPLAYSSM_CUDA_ERROR, "%s: %s (%s)", op, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+// A one-dimensional grid of `blocks` CTAs. Shared memory above the 48 KB that need no permission is permitted here too,
+// not only in load_kernels(): the call is no stream operation, so it may happen under capture.
+template <typename... Params>
+replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+                        const replayssm_exec& exec, const std::decay_t<Params>&... params) {
+  if (blocks > INT32_MAX) {
+    return fail(REPLAYSSM_UNSUPPORTED, "%s: the call needs %lld thread blocks, the limit is %d", op,
+                static_cast<long long>(blocks), INT32_MAX);
+  }
+  if (shared > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return check(error, op);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared, stream_of(exec)>>>(params...);
+  return check(cudaGetLastError(), op);
+}
+
+// Brings a kernel's code into the current context (modules load lazily otherwise).
+template <typename Kernel>
+cudaError_t load_kernel(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+inline int64_t element_size(int32_t dtype) { return dtype == REPLAYSSM_FP32 ? 4 : 2; }
+
+// Whether every inner row of a strided tensor starts on a 16-byte boundary.
+inline bool is_aligned(const replayssm_tensor& tensor) {
+  const int64_t size = element_size(tensor.dtype);
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.stride[0] * size % 16 == 0 &&
+         tensor.stride[1] * size % 16 == 0;
+}
+
+// Calls f with a value of the C++ type that stores the checkpoint format.
+template <typename F>
+auto with_checkpoint(int32_t format, F&& f) {
+  switch (format) {
+    case REPLAYSSM_CHECKPOINT_BF16:
+      return f(__nv_bfloat16());
+    case REPLAYSSM_CHECKPOINT_FP16:
+      return f(__half());
+    default:
+      return f(float());
+  }
+}
+
+// ---- elements ------------------------------------------------------------------------------------------------------
+
+template <typename T>
+constexpr int32_t kDtypeOf = std::is_same_v<T, float>    ? REPLAYSSM_FP32
+                             : std::is_same_v<T, __half> ? REPLAYSSM_FP16
+                                                         : REPLAYSSM_BF16;
+
+template <typename T>
+__device__ inline float2 unpack_pair(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+}
+
+template <typename T>
+__device__ inline uint32_t pack_pair(float lo, float hi) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// 16 bytes of stored state and the values they hold.
+template <typename Stored>
+struct Packed {
+  static constexpr int kVec = 16 / sizeof(Stored);
+
+  __device__ static void unpack(const uint4& raw, float (&value)[kVec]) {
+    const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (kVec == 4) {
+        value[w] = __uint_as_float(word[w]);
+      } else {
+        const float2 pair = unpack_pair<Stored>(word[w]);
+        value[2 * w] = pair.x;
+        value[2 * w + 1] = pair.y;
+      }
+    }
+  }
+
+  __device__ static uint4 pack(const float (&value)[kVec]) {
+    uint32_t word[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (kVec == 4) {
+        word[w] = __float_as_uint(value[w]);
+      } else {
+        word[w] = pack_pair<Stored>(value[2 * w], value[2 * w + 1]);
+      }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+  }
+};
+
+// One element as it lies in memory: a load that nothing waits for until the bits are converted.
+__device__ inline uint32_t load_bits(const void* data, int32_t dtype, int64_t index) {
+  if (dtype == REPLAYSSM_FP32) return static_cast<const uint32_t*>(data)[index];
+  return static_cast<const uint16_t*>(data)[index];
+}
+
+__device__ inline float bits_to_float(uint32_t bits, int32_t dtype) {
+  if (dtype == REPLAYSSM_FP32) return __uint_as_float(bits);
+  return dtype == REPLAYSSM_BF16 ? unpack_pair<__nv_bfloat16>(bits).x : unpack_pair<__half>(bits).x;
+}
+
+__device__ inline float load_scalar(const void* data, int32_t dtype, int64_t index) {
+  return bits_to_float(load_bits(data, dtype, index), dtype);
+}
+
+__device__ inline void store_scalar(void* data, int32_t dtype, int64_t index, float value) {
+  if (dtype == REPLAYSSM_FP32) {
+    static_cast<float*>(data)[index] = value;
+  } else if (dtype == REPLAYSSM_BF16) {
+    static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(value);
+  } else {
+    static_cast<__half*>(data)[index] = __float2half_rn(value);
+  }
+}
+
+// kCount consecutive elements (4 or 8) as they lie in memory: kCount words of fp32, or half as many of a 16-bit type.
+template <int kCount>
+struct Raw {
+  uint32_t word[kCount];
+};
+
+// `aligned` promises 16-byte alignment of the tensor's rows; without it the same elements come one by one.
+template <int kCount>
+__device__ inline Raw<kCount> load_raw(const void* data, int32_t dtype, int64_t index, bool aligned) {
+  static_assert(kCount == 4 || kCount == 8);
+  Raw<kCount> raw;
+  if (dtype == REPLAYSSM_FP32) {
+    const uint32_t* source = static_cast<const uint32_t*>(data) + index;
+    if (aligned) {
+#pragma unroll
+      for (int w = 0; w < kCount; w += 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(source + w);
+        raw.word[w] = v.x, raw.word[w + 1] = v.y, raw.word[w + 2] = v.z, raw.word[w + 3] = v.w;
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < kCount; ++w) raw.word[w] = source[w];
+    }
+  } else {
+    const uint16_t* source = static_cast<const uint16_t*>(data) + index;
+    if (!aligned) {
+#pragma unroll
+      for (int w = 0; w < kCount / 2; ++w) raw.word[w] = source[2 * w] | static_cast<uint32_t>(source[2 * w + 1]) << 16;
+    } else if constexpr (kCount == 8) {
+      const uint4 v = *reinterpret_cast<const uint4*>(source);
+      raw.word[0] = v.x, raw.word[1] = v.y, raw.word[2] = v.z, raw.word[3] = v.w;
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2*>(source);
+      raw.word[0] = v.x, raw.word[1] = v.y;
+    }
+  }
+  return raw;
+}
+
+template <int kCount>
+__device__ inline void unpack_raw(const Raw<kCount>& raw, int32_t dtype, float (&value)[kCount]) {
+  if (dtype == REPLAYSSM_FP32) {
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) value[w] = __uint_as_float(raw.word[w]);
+    return;
+  }
+#pragma unroll
+  for (int w = 0; w < kCount / 2; ++w) {
+    const float2 pair =
+        dtype == REPLAYSSM_BF16 ? unpack_pair<__nv_bfloat16>(raw.word[w]) : unpack_pair<__half>(raw.word[w]);
+    value[2 * w] = pair.x;
+    value[2 * w + 1] = pair.y;
+  }
+}
+
+template <int kCount>
+__device__ inline void load_vector(const void* data, int32_t dtype, int64_t index, bool aligned,
+                                   float (&value)[kCount]) {
+  unpack_raw(load_raw<kCount>(data, dtype, index, aligned), dtype, value);
+}
+
+// The inverse of load_raw.
+template <int kCount>
+__device__ inline void store_raw(void* data, int32_t dtype, int64_t index, bool aligned, const Raw<kCount>& raw) {
+  if (dtype == REPLAYSSM_FP32) {
+    uint32_t* target = static_cast<uint32_t*>(data) + index;
+#pragma unroll
+    for (int w = 0; w < kCount; w += 4) {
+      if (aligned) {
+        *reinterpret_cast<uint4*>(target + w) =
+            make_uint4(raw.word[w], raw.word[w + 1], raw.word[w + 2], raw.word[w + 3]);
+      } else {
+        target[w] = raw.word[w], target[w + 1] = raw.word[w + 1];
+        target[w + 2] = raw.word[w + 2], target[w + 3] = raw.word[w + 3];
+      }
+    }
+  } else {
+    uint16_t* target = static_cast<uint16_t*>(data) + index;
+    if (!aligned) {
+#pragma unroll
+      for (int w = 0; w < kCount / 2; ++w) {
+        target[2 * w] = static_cast<uint16_t>(raw.word[w]);
+        target[2 * w + 1] = static_cast<uint16_t>(raw.word[w] >> 16);
+      }
+    } else if constexpr (kCount == 8) {
+      *reinterpret_cast<uint4*>(target) = make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]);
+    } else {
+      *reinterpret_cast<uint2*>(target) = make_uint2(raw.word[0], raw.word[1]);
+    }
+  }
+}
+
+template <int kCount>
+__device__ inline void store_vector(void* data, int32_t dtype, int64_t index, bool aligned,
+                                    const float (&value)[kCount]) {
+  Raw<kCount> raw;
+  if (dtype == REPLAYSSM_FP32) {
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) raw.word[w] = __float_as_uint(value[w]);
+  } else {
+#pragma unroll
+    for (int w = 0; w < kCount / 2; ++w) {
+      raw.word[w] = dtype == REPLAYSSM_BF16 ? pack_pair<__nv_bfloat16>(value[2 * w], value[2 * w + 1])
+                                            : pack_pair<__half>(value[2 * w], value[2 * w + 1]);
+    }
+  }
+  store_raw(data, dtype, index, aligned, raw);
+}
+
+// kCount consecutive values out of shared memory, at a multiple of kCount.
+template <int kCount, typename T>
+__device__ inline void load_shared(const T* source, float (&value)[kCount]) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(source + i);
+      value[i] = v.x, value[i + 1] = v.y, value[i + 2] = v.z, value[i + 3] = v.w;
+    }
+  } else {
+    uint32_t word[kCount / 2];
+    if constexpr (kCount == 8) {
+      const uint4 v = *reinterpret_cast<const uint4*>(source);
+      word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2*>(source);
+      word[0] = v.x, word[1] = v.y;
+    }
+#pragma unroll
+    for (int w = 0; w < kCount / 2; ++w) {
+      const float2 pair = unpack_pair<T>(word[w]);
+      value[2 * w] = pair.x;
+      value[2 * w + 1] = pair.y;
+    }
+  }
+}
+
+// Sum over the 8 lanes of a group; every lane gets the same bits. Groups of a warp may have diverged.
+__device__ inline float group_sum(float value) {
+  const unsigned mask = 0xffu << (threadIdx.x & 24);
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = __fadd_rn(value, __shfl_xor_sync(mask, value, distance));
+  }
+  return value;
+}
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+__device__ inline void report(replayssm_error* error, int32_t code, int32_t row, int64_t given, int64_t expected) {
+  if (atomicCAS(&error->code, REPLAYSSM_ROW_OK, code) == REPLAYSSM_ROW_OK) {
+    error->row = row;
+    error->given = given;
+    error->expected = expected;
+  }
+}
+
+// Whether a layer op may work on a plan row. Every CTA of the row decides alike; the one with `reporter` says why not.
+// A history beyond the window can only come from a misused commit; the kernels' shared memory has no room for it.
+__device__ inline bool admit(const replayssm_plan_row& row, int32_t index, int64_t num_tokens, int32_t max_count,
+                             int32_t window, replayssm_error* error, bool reporter) {
+  if (row.slot < 0) return false;
+  const int64_t end = static_cast<int64_t>(row.first_token) + row.count;
+  int32_t code = REPLAYSSM_ROW_OK;
+  int64_t given = 0, expected = 0;
+  if (end > num_tokens) {
+    code = REPLAYSSM_ROW_TOKEN_RANGE, given = end, expected = num_tokens;
+  } else if (row.count > max_count) {
+    code = REPLAYSSM_ROW_TOO_LONG, given = row.count, expected = max_count;
+  } else if (row.history > window) {
+    code = REPLAYSSM_ROW_HAS_RECORDS, given = row.history, expected = window;
+  }
+  if (code != REPLAYSSM_ROW_OK && reporter) report(error, code, index, given, expected);
+  return code == REPLAYSSM_ROW_OK;
+}
+
+// Position `offset` rows after `row` in a ring of `rows` rows; -rows <= offset < rows.
+__device__ inline int ring_position(int row, int offset, int rows) {
+  const int position = row + offset;
+  return position < 0 ? position + rows : position >= rows ? position - rows : position;
+}
+
+__device__ inline char* section_of(const replayssm_buffer& buffer, int32_t slot) {
+  return static_cast<char*>(buffer.base) + slot * buffer.slot_stride;
+}
+
+// ---- entry points between the kernel files ------------------------------------------------------------------------
+
+cudaError_t load_cursor_kernels();
+cudaError_t load_conv_kernels();
+cudaError_t load_step_kernels();
+cudaError_t load_scan_kernels();
+cudaError_t load_snapshot_kernels();
+
+}  // namespace cuda
+}  // namespace replayssm

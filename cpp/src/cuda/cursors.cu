@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// reset, plan, commit, abandon: the ops that touch cursors. A thread owns a row.
+//
+// plan is one CTA that walks the rows in tiles of its size. Within a tile every row first looks at its slot's flags,
+// then the rows whose slot is usable bid for it with an atomicMax on the flags word (the lowest row bids highest), and
+// only the winner opens it: a slot named twice is refused for every row but the first, whatever the scheduling. Then
+// two block-wide prefix sums give each row its first token and each flushing row its place in the flush list.
+#include "common.cuh"
+
+namespace replayssm {
+namespace cuda {
+namespace {
+
+constexpr int kPlanThreads = 512;
+constexpr int kRowThreads = 128;
+constexpr int kBidShift = 8;  // bids lie above the REPLAYSSM_SLOT_* flags
+
+__device__ bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i) {
+  if (slots[i] >= -1 && slots[i] < table.num_slots) return true;
+  report(table.error, REPLAYSSM_ROW_SLOT_RANGE, i, slots[i], table.num_slots);
+  return false;
+}
+
+__global__ void reset_kernel(replayssm_table table, const int32_t* slots, const int64_t* streams, int32_t rows) {
+  const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
+  if (i >= rows || !slot_in_range(table, slots, i) || slots[i] < 0) return;
+  table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+}
+
+// Inclusive prefix sum over the CTA; `total` is the sum of all. Ends with warp_sums free for the next call.
+__device__ int64_t block_prefix_sum(int64_t value, int64_t* warp_sums, int64_t* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64_t below = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value += below;
+  }
+  if (lane == 31) warp_sums[warp] = value;
+  __syncthreads();
+  int64_t sum = 0;
+  for (int w = 0; w < kPlanThreads / 32; ++w) {
+    if (w < warp) value += warp_sums[w];
+    sum += warp_sums[w];
+  }
+  *total = sum;
+  __syncthreads();
+  return value;
+}
+
+__global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, replayssm_table table,
+                                                            const int32_t* slots, const int32_t* counts,
+                                                            int32_t uniform_count, int32_t rows, void* plan) {
+  __shared__ int64_t warp_sums[kPlanThreads / 32];
+  auto* header = static_cast<replayssm_plan_header*>(plan);
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+
+  int64_t tokens_before = 0, live_before = 0, flushes_before = 0;
+  for (int64_t tile = 0; tile < rows; tile += kPlanThreads) {
+    const int32_t i = static_cast<int32_t>(tile) + threadIdx.x;
+    const bool exists = tile + threadIdx.x < rows;
+
+    int32_t slot = -1, count = 0;
+    replayssm_cursor cursor{};
+    if (exists) {
+      count = counts ? counts[i] : uniform_count;
+      if (slot_in_range(table, slots, i)) slot = slots[i];
+      if (count < 0) {
+        if (slot >= 0) report(table.error, REPLAYSSM_ROW_COUNT_RANGE, i, count, 0);
+        slot = -1;
+        count = 0;
+      }
+      if (slot >= 0) cursor = table.cursors[slot];
+    }
+
+    int64_t tokens_in_tile;
+    const int64_t end = tokens_before + block_prefix_sum(count, warp_sums, &tokens_in_tile);
+    if (slot >= 0 && end > INT32_MAX) {
+      report(table.error, REPLAYSSM_ROW_TOKEN_RANGE, i, end, INT32_MAX);
+      slot = -1;
+    }
+
+    // block_prefix_sum was a barrier: every row of the tile has read the flags before the first bid.
+    const int32_t bid = (kPlanThreads - static_cast<int32_t>(threadIdx.x)) << kBidShift;
+    if (slot >= 0) {
+      const replayssm_row_error error = slot_usable(cursor.flags);
+      if (error == REPLAYSSM_ROW_OK) {
+        atomicMax(&table.cursors[slot].flags, bid);
+      } else {
+        report(table.error, error, i, slot, cursor.flags);
+        slot = -1;
+      }
+    }
+    __syncthreads();
+    bool won = false;
+    if (slot >= 0) {
+      won = *const_cast<volatile int32_t*>(&table.cursors[slot].flags) == bid;
+      if (!won) report(table.error, REPLAYSSM_ROW_SLOT_OPEN, i, slot, REPLAYSSM_SLOT_OPEN);
+    }
+    __syncthreads();
+    if (won) table.cursors[slot].flags = REPLAYSSM_SLOT_OPEN;
+
+    replayssm_plan_row row =
+        padded_plan_row(static_cast<int32_t>(min(end - count, static_cast<int64_t>(INT32_MAX))), count);
+    if (won) row = make_plan_row(problem, cursor, slot, row.first_token, count);
+    if (exists) planned[i] = row;
+
+    const bool flush = won && (row.flags & REPLAYSSM_ROW_FLUSH);
+    int64_t in_tile;  // flushing rows, and live rows above bit 32
+    const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(won) << 32), warp_sums, &in_tile);
+    if (flush) flush_rows[flushes_before + static_cast<int32_t>(through) - 1] = i;
+
+    tokens_before += tokens_in_tile;
+    flushes_before += static_cast<int32_t>(in_tile);
+    live_before += in_tile >> 32;
+  }
+  if (threadIdx.x == 0) {
+    replayssm_plan_header filled{};
+    filled.rows = rows;
+    filled.num_tokens = static_cast<int32_t>(min(tokens_before, static_cast<int64_t>(INT32_MAX)));
+    filled.num_live = static_cast<int32_t>(live_before);
+    filled.num_flush = static_cast<int32_t>(flushes_before);
+    *header = filled;
+  }
+}
+
+__device__ bool still_planned(const replayssm_table& table, const replayssm_plan_row& row, int32_t i) {
+  if (planned_by(table.cursors[row.slot], row)) return true;
+  report(table.error, REPLAYSSM_ROW_NOT_PLANNED, i, row.slot, 0);
+  return false;
+}
+
+__global__ void commit_kernel(replayssm_table table, const replayssm_plan_row* planned, int32_t rows,
+                              const int32_t* accepted, replayssm_plan_use use) {
+  const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
+  int64_t added[REPLAYSSM_NUM_COUNTERS] = {};
+  if (i < rows && planned[i].slot >= 0) {
+    const replayssm_plan_row row = planned[i];
+    const int32_t taken = accepted ? accepted[i] : row.count;
+    if (!still_planned(table, row, i)) {
+      // reported
+    } else if (!accepted_in_range(row, taken, use)) {
+      report(table.error, REPLAYSSM_ROW_ACCEPTED_RANGE, i, taken, row.count);
+    } else {
+      count_traffic(row, taken, use, added);
+      table.cursors[row.slot] = committed(table.cursors[row.slot], row, taken, use);
+    }
+  }
+  // One atomic a warp and counter: a batch would queue up at six words otherwise.
+#pragma unroll
+  for (int k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      added[k] += __shfl_down_sync(0xffffffffu, added[k], distance);
+    }
+    if (threadIdx.x % 32 == 0 && added[k] != 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(table.counters + k), static_cast<unsigned long long>(added[k]));
+    }
+  }
+}
+
+__global__ void abandon_kernel(replayssm_table table, const replayssm_plan_row* planned, int32_t rows,
+                               replayssm_plan_use use) {
+  const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
+  if (i >= rows || planned[i].slot < 0) return;
+  const replayssm_plan_row row = planned[i];
+  if (still_planned(table, row, i)) table.cursors[row.slot] = abandoned(table.cursors[row.slot], row, use);
+}
+
+int64_t row_blocks(int32_t rows) { return (static_cast<int64_t>(rows) + kRowThreads - 1) / kRowThreads; }
+
+}  // namespace
+
+replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table, const int32_t* slots,
+                       const int64_t* streams, int32_t rows) {
+  if (rows == 0) return REPLAYSSM_OK;
+  return launch("reset", reset_kernel, row_blocks(rows), kRowThreads, 0, exec, table, slots, streams, rows);
+}
+
+replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
+                      const int32_t* slots, const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
+  return launch("plan", plan_kernel, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count, rows,
+                plan);
+}
+
+replayssm_status commit(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
+                        const int32_t* accepted, replayssm_plan_use use) {
+  if (rows == 0) return REPLAYSSM_OK;
+  return launch("commit", commit_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows, accepted,
+                use);
+}
+
+replayssm_status abandon(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
+                         replayssm_plan_use use) {
+  if (rows == 0) return REPLAYSSM_OK;
+  return launch("abandon", abandon_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows, use);
+}
+
+cudaError_t load_cursor_kernels() {
+  for (cudaError_t error :
+       {load_kernel(reset_kernel), load_kernel(plan_kernel), load_kernel(commit_kernel), load_kernel(abandon_kernel)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda
+}  // namespace replayssm

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Folding records into a state, for every op that does it (flush, fused or on its own; prefill; materialize):
+//
+//     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
+//
+// The exponents are summed from the newest record backwards. Every rounding is spelled out (__fmul_rn, __fadd_rn,
+// fmaf), so that no two callers can be contracted differently: the same records give the same bits wherever they are
+// folded.
+//
+// A group of 8 lanes owns kRows consecutive rows of the state. Chunk c of a lane holds the kVec columns from
+// (c * 8 + lane) * kVec on: 16 stored bytes, a group's chunk one line of 128 bytes.
+#pragma once
+
+#include "common.cuh"
+
+namespace replayssm {
+namespace cuda {
+
+// Rows of the state that a group holds at a time: the whole head if its size is known at compile time (the tuned set,
+// with a state_dim of 128), else (kHeadDim = 0) blocks of two.
+template <int kHeadDim>
+struct Tile {
+  static constexpr bool kTuned = kHeadDim > 0;
+  static constexpr int kRows = kTuned ? kHeadDim / kGroups : 2;
+  static constexpr int kBlockRows = kRows * kGroups;
+  static constexpr int kCtasPerSm = kHeadDim == 80 ? 3 : 4;  // what the registers for the rows allow
+  static_assert(!kTuned || kHeadDim % kGroups == 0);
+};
+
+// What step, prefill and conventional_step take.
+struct ScanParams {
+  Problem problem;
+  replayssm_layer layer;
+  replayssm_error* error;
+  const replayssm_plan_row* planned;
+  replayssm_scan_args args;
+  bool flushed;  // step: the rows flagged FLUSH were folded by the flush op
+  bool x_aligned, b_aligned, c_aligned;
+};
+
+inline ScanParams make_scan_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
+                                   const void* plan, const replayssm_scan_args& args, bool flushed) {
+  return {problem,           layer, table.error, plan_rows(plan), args, flushed, is_aligned(args.x), is_aligned(args.B),
+          is_aligned(args.C)};
+}
+
+// The head_dim to pick a tuned kernel by, 0: the generic kernel. It does the same arithmetic in the same order, so that
+// inputs that vector loads can't take, which go there too, give the same bits.
+inline int tuned_head_dim(const ScanParams& params) {
+  const replayssm_geometry& g = params.problem.geometry;
+  const bool tuned = (g.head_dim == 64 || g.head_dim == 80) && g.state_dim == kMaxStateDim &&
+                     params.problem.config.activation != REPLAYSSM_FP32;
+  return tuned && params.x_aligned && params.b_aligned && params.c_aligned ? g.head_dim : 0;
+}
+
+// delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20. NaN stays NaN.
+__device__ inline float discretised_step(float dt, float bias, float dt_min, float dt_max) {
+  const float v = dt + bias;
+  const float softplus = v > 20.0f ? v : log1pf(expf(v));
+  return softplus < dt_min ? dt_min : softplus > dt_max ? dt_max : softplus;
+}
+
+// A = -exp(A_log), the decay rate of a head.
+__device__ inline float decay_rate(const replayssm_tensor& A_log, int32_t head) {
+  return -expf(load_scalar(A_log.data, A_log.dtype, head));
+}
+
+// Where one head of one slot lies.
+struct HeadSlot {
+  char* checkpoint;   // [P, N]
+  char* x_ring;       // [R, P]
+  char* b_ring;       // [R, N]
+  float* delta_ring;  // [R]
+
+  __device__ HeadSlot(const Problem& problem, const replayssm_layer& layer, int32_t slot, int32_t head) {
+    const replayssm_geometry& g = problem.geometry;
+    const int64_t activation = problem.config.activation == REPLAYSSM_FP32 ? 4 : 2;
+    const int64_t stored = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
+    const int64_t group = head / (g.num_heads / g.num_groups);
+    checkpoint = section_of(layer.checkpoint, slot) + head * (static_cast<int64_t>(g.head_dim) * g.state_dim * stored);
+    x_ring = section_of(layer.x_ring, slot) + head * (problem.ring_rows * g.head_dim * activation);
+    b_ring = section_of(layer.b_ring, slot) + group * (problem.ring_rows * g.state_dim * activation);
+    delta_ring =
+        reinterpret_cast<float*>(section_of(layer.delta_ring, slot)) + static_cast<int64_t>(head) * problem.ring_rows;
+  }
+};
+
+// exponent[j * stride] = e(j, count) for the log decays of `count` records, oldest first; returns exp(e(0, count)).
+// Serial: for one thread.
+__device__ inline float sum_exponents_backwards(const float* log_decay, int count, int stride, float* exponent) {
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int j = count - 1; j >= 0; --j) {
+    exponent[j * stride] = sum;
+    sum = __fadd_rn(sum, log_decay[j]);
+  }
+  return expf(sum);
+}
+
+__device__ inline float record_weight(float delta, float exponent) { return __fmul_rn(delta, expf(exponent)); }
+
+// Folds h records. x: the group's first row of record 0, records x_stride apart; B: record 0, records b_stride apart;
+// columns beyond N (a chunk that the run-time size does not have) are left alone.
+template <int kRows, int kChunks, int kVec, typename Staged>
+__device__ inline void fold_records(float (&state)[kRows][kChunks][kVec], const Staged* x, int x_stride,
+                                    const Staged* B, int b_stride, const float* weight, float decay, int h, int lane,
+                                    int N) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) state[i][c][v] = __fmul_rn(decay, state[i][c][v]);
+  for (int j = 0; j < h; ++j) {
+    float scaled[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) scaled[i] = __fmul_rn(weight[j], static_cast<float>(x[j * x_stride + i]));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = (c * kLanes + lane) * kVec;
+      if (column >= N) break;
+      float b[kVec];
+      load_shared<kVec>(B + j * b_stride + column, b);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) state[i][c][v] = fmaf(scaled[i], b[v], state[i][c][v]);
+    }
+  }
+}
+
+// The records of a slice of rows of one head, staged as float32 by a CTA of the ops that are not in a hurry.
+constexpr int kSliceRows = 32;
+constexpr int kRowsPerGroup = kSliceRows / kGroups;
+
+struct StagedRecords {
+  static constexpr int kXStride = kSliceRows + 4;  // keeps 16-byte alignment and spreads records over the banks
+
+  float *B, *x;                       // [h][N], [h][kXStride]
+  float *delta, *log_decay, *weight;  // [h]
+  float* decay;                       // [1]
+
+  static constexpr size_t bytes(int window, int N) { return (window * (N + kXStride + 3) + 1) * sizeof(float); }
+
+  __device__ StagedRecords(float* shared, int window, int N) {
+    B = shared;
+    x = B + window * N;
+    delta = x + window * kXStride;
+    log_decay = delta + window;
+    weight = log_decay + window;
+    decay = weight + window;
+  }
+
+  // Stages records and weights; `oldest` is the ring row of record 0. Ends with all of it visible to the CTA.
+  __device__ void stage(const Problem& problem, const HeadSlot& head, int oldest, int h, int first_row, float A) const {
+    const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, dtype = problem.config.activation;
+    const int x_chunks = kSliceRows / 8, chunks = x_chunks + N / 8;
+    for (int item = threadIdx.x; item < h * chunks; item += kThreads) {
+      const int j = item / chunks, chunk = item % chunks;
+      const int row = ring_position(oldest, j, problem.ring_rows);
+      const bool is_x = chunk < x_chunks;
+      const int column = is_x ? first_row + chunk * 8 : (chunk - x_chunks) * 8;
+      if (is_x && column >= P) continue;
+      float value[8];
+      load_vector<8>(is_x ? head.x_ring : head.b_ring, dtype, row * (is_x ? P : N) + column, true, value);
+      float* target = is_x ? x + j * kXStride + chunk * 8 : B + j * N + column;
+      *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
+      *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
+    }
+    if (threadIdx.x < h) {
+      delta[threadIdx.x] = head.delta_ring[ring_position(oldest, threadIdx.x, problem.ring_rows)];
+      log_decay[threadIdx.x] = __fmul_rn(A, delta[threadIdx.x]);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) *decay = sum_exponents_backwards(log_decay, h, 1, weight);
+    __syncthreads();
+    if (threadIdx.x < h) weight[threadIdx.x] = record_weight(delta[threadIdx.x], weight[threadIdx.x]);
+    __syncthreads();
+  }
+};
+static_assert(REPLAYSSM_MAX_WINDOW <= kThreads, "one thread weighs one record");
+static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxStateDim) <= 48 * 1024, "no permission is asked for");
+
+// ---- the kernel of flush and materialize (step.cu) ----------------------------------------------------------------
+
+// Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as the checkpoint),
+// or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it is).
+struct FoldParams {
+  Problem problem;
+  replayssm_layer layer;
+  replayssm_table table;
+  replayssm_tensor A_log;
+  const void* plan;
+  const int32_t* slots;
+  float* state;
+  int32_t rows;
+  bool state_aligned;
+};
+
+// Why the state of a slot in range cannot be materialized; REPLAYSSM_ROW_OK if it can.
+__device__ inline replayssm_row_error materialize_error(const replayssm_cursor& cursor, const Problem& problem,
+                                                        bool has_decay) {
+  const replayssm_row_error error = slot_usable(cursor.flags);
+  if (error != REPLAYSSM_ROW_OK) return error;
+  if (cursor.history > 0 && !has_decay) return REPLAYSSM_ROW_NO_DECAY;
+  return cursor.history > problem.config.window ? REPLAYSSM_ROW_HAS_RECORDS : REPLAYSSM_ROW_OK;
+}
+
+replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params);
+
+}  // namespace cuda
+}  // namespace replayssm

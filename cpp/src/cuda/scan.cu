@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// prefill and conventional_step: the recurrence itself,
+//
+//     S_t = exp(a_t) S_{t-1} + delta_t x_t (outer) B_t,      y_t = S_t C_t + D x_t.
+//
+// prefill. Rows of the state are independent given (delta, x, B, C), so a CTA of 128 threads owns a slice of 32 rows of
+// one head and walks the chunk's tokens with the slice in registers (2 rows by N/8 columns a thread). Tokens come in
+// tiles of 8 through two shared buffers: while a tile is computed on, the next one is on its way into registers as raw
+// bits; it is converted to float32 once, on its way into shared memory, and the CTA meets once a tile. Records that the
+// slot still holds are folded first, by the same code as a flush. The state is rounded to the stored format once, after
+// the last token.
+//
+// conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
+// (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned
+// set the whole head is in flight. More than one token a row: the same loop again, the state staying in registers.
+#include <algorithm>
+
+#include "layout.h"
+#include "records.cuh"
+
+namespace replayssm {
+namespace cuda {
+namespace {
+
+// ---- prefill -------------------------------------------------------------------------------------------------------
+
+constexpr int kTileTokens = 8;
+static_assert(kTileTokens == kLanes, "lane k of a group stores the output of token k");
+
+template <int kStateDim>
+struct TokenTile {
+  float B[kTileTokens][kStateDim];
+  float C[kTileTokens][kStateDim];
+  float x[kTileTokens][kSliceRows + 4];
+  float delta[kTileTokens];
+  float decay[kTileTokens];
+};
+
+// A thread's part of a tile on its way from global to shared memory: a chunk of B and C, for some a chunk of x, for
+// some a dt.
+template <int kStateDim>
+struct TileLoader {
+  static constexpr int kChunks = kStateDim / 8;
+  static constexpr int kXChunks = kSliceRows / 8;
+  static constexpr int kFirstStepThread = 32;  // in another warp than the threads that load x
+  static_assert(kTileTokens * kChunks <= kThreads && kTileTokens * kXChunks <= kFirstStepThread);
+
+  const ScanParams& params;
+  const int64_t first_token;
+  const int count, head, state_group, first_row;
+  const float A, bias;
+  Raw<8> b, c, x;
+  uint32_t dt;
+
+  __device__ TileLoader(const ScanParams& params, const replayssm_plan_row& row, int head, int first_row, float A)
+      : params(params),
+        first_token(row.first_token),
+        count(row.count),
+        head(head),
+        state_group(head / (params.problem.geometry.num_heads / params.problem.geometry.num_groups)),
+        first_row(first_row),
+        A(A),
+        bias(params.args.dt_bias.data ? load_scalar(params.args.dt_bias.data, params.args.dt_bias.dtype, head) : 0.0f) {
+  }
+
+  // Which token of the tile this thread loads for, kTileTokens if none.
+  __device__ static int vector_token() { return min(static_cast<int>(threadIdx.x) / kChunks, kTileTokens); }
+  __device__ static int vector_column() { return threadIdx.x % kChunks * 8; }
+  __device__ int x_token() const {
+    return first_row + x_column() < params.problem.geometry.head_dim
+               ? min(static_cast<int>(threadIdx.x) / kXChunks, kTileTokens)
+               : kTileTokens;
+  }
+  __device__ static int x_column() { return threadIdx.x % kXChunks * 8; }
+  __device__ static int step_token() {
+    const int token = static_cast<int>(threadIdx.x) - kFirstStepThread;
+    return token < 0 ? kTileTokens : min(token, kTileTokens);
+  }
+
+  __device__ void fetch(int tile) {
+    const replayssm_scan_args& args = params.args;
+    const int dtype = params.problem.config.activation;
+    const int tokens = min(count - tile, kTileTokens);
+    const int64_t start = first_token + tile;
+    if (vector_token() < tokens) {
+      const int64_t token = start + vector_token();
+      b = load_raw<8>(args.B.data, dtype, token * args.B.stride[0] + state_group * args.B.stride[1] + vector_column(),
+                      params.b_aligned);
+      c = load_raw<8>(args.C.data, dtype, token * args.C.stride[0] + state_group * args.C.stride[1] + vector_column(),
+                      params.c_aligned);
+    }
+    if (x_token() < tokens) {
+      x = load_raw<8>(args.x.data, dtype,
+                      (start + x_token()) * args.x.stride[0] + head * args.x.stride[1] + first_row + x_column(),
+                      params.x_aligned);
+    }
+    if (step_token() < tokens) {
+      dt =
+          load_bits(args.dt.data, args.dt.dtype, (start + step_token()) * args.dt.stride[0] + head * args.dt.stride[1]);
+    }
+  }
+
+  __device__ void deposit(int tile, TokenTile<kStateDim>& target) const {
+    const int tokens = min(count - tile, kTileTokens);
+    if (vector_token() < tokens) {
+      put(b, &target.B[vector_token()][vector_column()]);
+      put(c, &target.C[vector_token()][vector_column()]);
+    }
+    if (x_token() < tokens) put(x, &target.x[x_token()][x_column()]);
+    if (step_token() < tokens) {
+      const float delta =
+          discretised_step(bits_to_float(dt, params.args.dt.dtype), bias, params.args.dt_min, params.args.dt_max);
+      target.delta[step_token()] = delta;
+      target.decay[step_token()] = expf(__fmul_rn(A, delta));
+    }
+  }
+
+ private:
+  __device__ void put(const Raw<8>& raw, float* target) const {
+    float value[8];
+    unpack_raw(raw, params.problem.config.activation, value);
+    *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
+    *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
+  }
+};
+
+template <int kStateDim>
+constexpr size_t prefill_shared_bytes(int window) {
+  return std::max(2 * sizeof(TokenTile<kStateDim>), StagedRecords::bytes(window, kStateDim));
+}
+
+template <int kStateDim>
+__global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_constant__ ScanParams params,
+                                                              int32_t checkpoint_type) {
+  constexpr int kVec = 4;
+  constexpr int kChunks = kStateDim / (kLanes * kVec);
+  extern __shared__ __align__(16) float prefill_shared[];
+  const Problem& problem = params.problem;
+  const replayssm_scan_args& args = params.args;
+  const int P = problem.geometry.head_dim, H = problem.geometry.num_heads;
+  const int slices = (P + kSliceRows - 1) / kSliceRows;
+  const int first_row = static_cast<int>(blockIdx.x % slices) * kSliceRows;
+  const int head = static_cast<int>(blockIdx.x / slices % H);
+  const int row_index = static_cast<int>(blockIdx.x / slices / H);
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+
+  const replayssm_plan_row row = params.planned[row_index];
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+             head == 0 && first_row == 0 && threadIdx.x == 0) ||
+      row.count == 0) {
+    return;
+  }
+  const HeadSlot slot(problem, params.layer, row.slot, head);
+  const int slice_p = group * kRowsPerGroup;  // the group's first row in the slice
+  const bool has_rows = first_row + slice_p < P;
+  const int64_t own = static_cast<int64_t>(first_row + slice_p) * kStateDim + lane * kVec;
+
+  float state[kRowsPerGroup][kChunks][kVec] = {};
+  if (has_rows && !(row.flags & REPLAYSSM_ROW_EMPTY)) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        load_vector<kVec>(slot.checkpoint, checkpoint_type, own + i * kStateDim + c * kLanes * kVec, true, state[i][c]);
+      }
+  }
+  const float A = decay_rate(args.A_log, head);
+  TileLoader<kStateDim> loader(params, row, head, first_row, A);
+  loader.fetch(0);
+  if (row.history > 0) {
+    const StagedRecords records(prefill_shared, problem.config.window, kStateDim);
+    records.stage(problem, slot, ring_position(row.ring_row, -row.history, problem.ring_rows), row.history, first_row,
+                  A);
+    if (has_rows) {
+      fold_records(state, records.x + slice_p, StagedRecords::kXStride, records.B, kStateDim, records.weight,
+                   *records.decay, row.history, lane, kStateDim);
+    }
+    __syncthreads();  // the tiles take the place of the records
+  }
+
+  auto* const tiles = reinterpret_cast<TokenTile<kStateDim>*>(prefill_shared);
+  const float skip = args.D.data ? load_scalar(args.D.data, args.D.dtype, head) : 0.0f;
+  int buffer = 0;
+  for (int tile = 0; tile < row.count; tile += kTileTokens, buffer ^= 1) {
+    // Nobody reads this buffer any more: everyone has passed the last barrier, behind the work on it.
+    loader.deposit(tile, tiles[buffer]);
+    __syncthreads();
+    if (tile + kTileTokens < row.count) loader.fetch(tile + kTileTokens);
+    if (!has_rows) continue;
+
+    const TokenTile<kStateDim>& now = tiles[buffer];
+    const int tokens = min(row.count - tile, kTileTokens);
+    float y[kRowsPerGroup] = {};  // of token `lane`
+#pragma unroll 2
+    for (int t = 0; t < tokens; ++t) {
+      const float delta = now.delta[t], decay = now.decay[t];
+      float scaled[kRowsPerGroup], sum[kRowsPerGroup] = {};
+#pragma unroll
+      for (int i = 0; i < kRowsPerGroup; ++i) scaled[i] = __fmul_rn(delta, now.x[t][slice_p + i]);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        float b[kVec], q[kVec];
+        load_shared<kVec>(&now.B[t][(c * kLanes + lane) * kVec], b);
+        load_shared<kVec>(&now.C[t][(c * kLanes + lane) * kVec], q);
+#pragma unroll
+        for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            state[i][c][v] = fmaf(scaled[i], b[v], __fmul_rn(decay, state[i][c][v]));
+            sum[i] = fmaf(state[i][c][v], q[v], sum[i]);
+          }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsPerGroup; ++i) {
+        sum[i] = group_sum(sum[i]);
+        if (lane == t) y[i] = sum[i];
+      }
+    }
+    if (lane < tokens) {
+      const int64_t target = (static_cast<int64_t>(row.first_token) + tile + lane) * args.out.stride[0] +
+                             head * args.out.stride[1] + first_row + slice_p;
+#pragma unroll
+      for (int i = 0; i < kRowsPerGroup; ++i) {
+        if (args.D.data) y[i] = fmaf(skip, now.x[lane][slice_p + i], y[i]);
+        store_scalar(args.out.data, problem.config.activation, target + i, y[i]);
+      }
+    }
+  }
+
+  if (!has_rows) return;
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      store_vector<kVec>(slot.checkpoint, checkpoint_type, own + i * kStateDim + c * kLanes * kVec, true, state[i][c]);
+    }
+}
+
+// ---- conventional_step ---------------------------------------------------------------------------------------------
+
+// A thread's part of one new token, as raw bits, so that every load is on its way before the first conversion waits.
+// kAligned: B and C may be loaded as vectors, known at compile time; else the params say so.
+template <int kRows, int kChunks, int kVec, bool kAligned>
+struct TokenBits {
+  Raw<kVec> b[kChunks], c[kChunks];
+  uint32_t x[kRows], dt;
+
+  __device__ void load(const ScanParams& params, int dtype, int64_t token, int head, int state_group, int p, int lane,
+                       int N) {
+    const replayssm_scan_args& args = params.args;
+    const int64_t b_start = token * args.B.stride[0] + state_group * args.B.stride[1] + lane * kVec;
+    const int64_t c_start = token * args.C.stride[0] + state_group * args.C.stride[1] + lane * kVec;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (k * kLanes * kVec >= N) break;
+      b[k] = load_raw<kVec>(args.B.data, dtype, b_start + k * kLanes * kVec, kAligned || params.b_aligned);
+      c[k] = load_raw<kVec>(args.C.data, dtype, c_start + k * kLanes * kVec, kAligned || params.c_aligned);
+    }
+    const int64_t x_start = token * args.x.stride[0] + head * args.x.stride[1] + p;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) x[i] = load_bits(args.x.data, dtype, x_start + i);
+    dt = load_bits(args.dt.data, args.dt.dtype, token * args.dt.stride[0] + head * args.dt.stride[1]);
+  }
+};
+
+// kActivation: the dtype, or -1 where only the config knows it.
+template <int kHeadDim, typename Stored, int kActivation>
+__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventional_kernel(
+    const __grid_constant__ ScanParams params) {
+  using Shape = Tile<kHeadDim>;
+  constexpr int kRows = Shape::kRows;
+  constexpr int kVec = Packed<Stored>::kVec;
+  constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
+  const Problem& problem = params.problem;
+  const replayssm_scan_args& args = params.args;
+  const int P = Shape::kTuned ? kHeadDim : problem.geometry.head_dim;
+  const int N = Shape::kTuned ? kMaxStateDim : problem.geometry.state_dim;
+  const int dtype = kActivation >= 0 ? kActivation : problem.config.activation;
+  const int H = problem.geometry.num_heads;
+  const int row_index = blockIdx.x / H, head = blockIdx.x % H;
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const bool reporter = head == 0 && threadIdx.x == 0;
+
+  const replayssm_plan_row row = params.planned[row_index];
+  if (row.slot >= 0 && row.history > 0) {
+    if (reporter) report(params.error, REPLAYSSM_ROW_HAS_RECORDS, row_index, row.history, 0);
+    return;
+  }
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error, reporter) ||
+      row.count == 0) {
+    return;
+  }
+  const HeadSlot slot(problem, params.layer, row.slot, head);
+  const int state_group = head / (H / problem.geometry.num_groups);
+  const bool empty = row.flags & REPLAYSSM_ROW_EMPTY;
+
+  for (int p = group * kRows; p < P; p += Shape::kBlockRows) {
+    Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N + lane * kVec;
+    uint4 raw[kRows][kChunks];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        raw[i][c] = make_uint4(0, 0, 0, 0);
+        if (c * kLanes * kVec >= N) break;
+        if (!empty) raw[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + i * N + c * kLanes * kVec));
+      }
+    TokenBits<kRows, kChunks, kVec, Shape::kTuned> token;
+    token.load(params, dtype, row.first_token, head, state_group, p, lane, N);
+    const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
+    const uint32_t bias_bits = args.dt_bias.data ? load_bits(args.dt_bias.data, args.dt_bias.dtype, head) : 0;
+    const uint32_t skip_bits = args.D.data ? load_bits(args.D.data, args.D.dtype, head) : 0;
+
+    float state[kRows][kChunks][kVec];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) Packed<Stored>::unpack(raw[i][c], state[i][c]);
+    const float A = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+    const float bias = bits_to_float(bias_bits, args.dt_bias.dtype);
+    const float skip = bits_to_float(skip_bits, args.D.dtype);
+
+    for (int t = 0;;) {
+      const float delta = discretised_step(bits_to_float(token.dt, args.dt.dtype), bias, args.dt_min, args.dt_max);
+      const float decay = expf(__fmul_rn(A, delta));
+      float x[kRows], scaled[kRows], sum[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        x[i] = bits_to_float(token.x[i], dtype);
+        scaled[i] = __fmul_rn(delta, x[i]);
+        sum[i] = 0.0f;
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (c * kLanes * kVec >= N) break;
+        float b[kVec], q[kVec];
+        unpack_raw(token.b[c], dtype, b);
+        unpack_raw(token.c[c], dtype, q);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            state[i][c][v] = fmaf(scaled[i], b[v], __fmul_rn(decay, state[i][c][v]));
+            sum[i] = fmaf(state[i][c][v], q[v], sum[i]);
+          }
+      }
+      float y = 0.0f;  // lane i stores row i of the group
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sum[i] = group_sum(sum[i]);
+        if (args.D.data) sum[i] = fmaf(skip, x[i], sum[i]);
+        if (lane == i) y = sum[i];
+      }
+      if (lane < kRows) {
+        store_scalar(
+            args.out.data, dtype,
+            (static_cast<int64_t>(row.first_token) + t) * args.out.stride[0] + head * args.out.stride[1] + p + lane, y);
+      }
+      if (++t == row.count) break;
+      token.load(params, dtype, static_cast<int64_t>(row.first_token) + t, head, state_group, p, lane, N);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (c * kLanes * kVec >= N) break;
+        __stcs(reinterpret_cast<uint4*>(checkpoint + i * N + c * kLanes * kVec), Packed<Stored>::pack(state[i][c]));
+      }
+  }
+}
+
+using ConventionalKernel = void(ScanParams);
+
+template <typename Stored>
+ConventionalKernel* choose_conventional(int tuned_head_dim, int activation) {
+  const bool bf16 = activation == REPLAYSSM_BF16;
+  switch (tuned_head_dim) {
+    case 64:
+      return bf16 ? conventional_kernel<64, Stored, REPLAYSSM_BF16> : conventional_kernel<64, Stored, REPLAYSSM_FP16>;
+    case 80:
+      return bf16 ? conventional_kernel<80, Stored, REPLAYSSM_BF16> : conventional_kernel<80, Stored, REPLAYSSM_FP16>;
+    default:
+      return conventional_kernel<0, Stored, -1>;
+  }
+}
+
+}  // namespace
+
+replayssm_status prefill(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                         const replayssm_table& table, const void* plan, int32_t rows,
+                         const replayssm_scan_args& args) {
+  if (rows == 0) return REPLAYSSM_OK;
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
+  const int32_t checkpoint_type = checkpoint_dtype(problem.config.checkpoint);
+  const int64_t slices = (problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
+  const int64_t blocks = rows * problem.geometry.num_heads * slices;
+  const int window = problem.config.window;
+  if (problem.geometry.state_dim == 64) {
+    return launch("prefill", prefill_kernel<64>, blocks, kThreads, prefill_shared_bytes<64>(window), exec, params,
+                  checkpoint_type);
+  }
+  return launch("prefill", prefill_kernel<128>, blocks, kThreads, prefill_shared_bytes<128>(window), exec, params,
+                checkpoint_type);
+}
+
+replayssm_status conventional_step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                                   const replayssm_table& table, const void* plan, int32_t rows,
+                                   const replayssm_scan_args& args) {
+  if (rows == 0) return REPLAYSSM_OK;
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
+  const int head_dim = tuned_head_dim(params);
+  ConventionalKernel* kernel = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
+    return choose_conventional<decltype(stored)>(head_dim, problem.config.activation);
+  });
+  return launch("conventional_step", kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, 0, exec,
+                params);
+}
+
+cudaError_t load_scan_kernels() {
+  cudaError_t error = load_kernel(prefill_kernel<64>);
+  if (error == cudaSuccess) error = load_kernel(prefill_kernel<128>);
+  for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
+    for (int head_dim : {0, 64, 80}) {
+      for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
+        if (error != cudaSuccess) return error;
+        error = load_kernel(with_checkpoint(
+            format, [&](auto stored) { return choose_conventional<decltype(stored)>(head_dim, activation); }));
+      }
+    }
+  }
+  return error;
+}
+
+}  // namespace cuda
+}  // namespace replayssm

@@ -1,0 +1,546 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// step and flush.
+//
+// step computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
+// new), without forming a state:
+//
+//     y_s = exp(e(0,h+s)) S C_s + sum_{j<=h+s} W[j,s] x_j + D x_s,      W[j,s] = delta_j exp(e(j,h+s)) (B_j . C_s)
+//
+// One CTA of 128 threads owns a (row, head):
+//  1. Every thread asks for its part of S: kRows rows by N/8 columns, 16 bytes a load, all in flight at once. For
+//     head_dim 64 and 80 that is the whole head, held in registers (16-bit formats stay packed until they are used).
+//  2. Meanwhile records and new tokens go to shared memory, x and B as they are stored, C in float32, step sizes
+//     discretised; new tokens come from the inputs, never from the ring, and are appended to the ring on the way.
+//  3. Thread s sums the exponents e(., h+s) backwards from token h+s. Then groups of 8 lanes make W, a group a record.
+//  4. A row flagged FLUSH folds its h records into the registers, stores them, and keeps what it stored: from here on
+//     it is a row without history whose checkpoint is the new one, the same bits as if it had been read back.
+//  5. A group of 8 lanes owns rows of S and of the output: a lane sums its columns of S C_s, scales them by the decay,
+//     adds its share of the records (j = lane mod 8), and three shuffles add the lanes up. Four tokens share each
+//     value that is unpacked.
+// Every sum's order depends on h, T and the config alone. Dead ring rows are never read.
+//
+// All other sizes, fp32 activations and unaligned inputs go through the same code with run-time sizes (kHeadDim = 0): x
+// and B are staged in float32, and the head is walked in blocks of 32 rows.
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+
+#include "records.cuh"
+
+namespace replayssm {
+namespace cuda {
+namespace {
+
+// Shared memory of a CTA, for at most `records` records and `tokens` new tokens. Offsets in bytes, strides in elements.
+struct StepShared {
+  int x_stride, b_stride, w_stride;
+  int b, c, w, delta, log_decay, fold_weight, decay, fold_decay, bytes;
+
+  __host__ __device__ constexpr StepShared(int P, int N, int records, int tokens, int element)
+      : x_stride(P + 16 / element),  // 16 bytes more than a row, so that the records of 8 lanes lie in different banks
+        b_stride(N),
+        w_stride((tokens + 3) / 4 * 4),
+        b(records * x_stride * element),
+        c(b + records * b_stride * element),
+        w(c + tokens * N * 4),
+        delta(w + records * w_stride * 4),
+        log_decay(delta + records * 4),
+        fold_weight(log_decay + records * 4),
+        decay(fold_weight + records * 4),
+        fold_decay(decay + tokens * 4),
+        bytes(fold_decay + 4) {}
+};
+constexpr int kMaxRecords = REPLAYSSM_MAX_WINDOW + REPLAYSSM_MAX_STEP_TOKENS;
+static_assert(StepShared(128, kMaxStateDim, kMaxRecords, REPLAYSSM_MAX_STEP_TOKENS, 4).bytes <= 99 * 1024,
+              "the smallest opt-in limit of the supported architectures");
+
+// Eight elements into shared memory: 16-bit ones as they are, asynchronously; float32 converted.
+template <typename Staged>
+__device__ inline void stage_chunk(Staged* target, const void* source, int32_t dtype, int64_t index, bool aligned) {
+  if constexpr (std::is_same_v<Staged, float>) {
+    float value[8];
+    load_vector<8>(source, dtype, index, aligned, value);
+    *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
+    *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
+  } else {
+    __pipeline_memcpy_async(target, static_cast<const Staged*>(source) + index, 16);
+  }
+}
+
+// Eight staged elements into a ring, exactly as they came.
+template <typename Staged>
+__device__ inline void append_chunk(void* ring, int32_t dtype, int64_t index, const Staged* source) {
+  if constexpr (std::is_same_v<Staged, float>) {
+    float value[8];
+    load_shared<8>(source, value);
+    store_vector<8>(ring, dtype, index, true, value);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<Staged*>(ring) + index) = *reinterpret_cast<const uint4*>(source);
+  }
+}
+
+// What the output loop reads: pointers into shared memory, at the first record and the first token that count.
+template <typename Staged>
+struct OutputView {
+  const Staged* x;      // [records][x_stride], at the group's first row
+  const float* weight;  // [records][w_stride]
+  const float* C;       // [tokens][N]
+  const float* decay;   // [tokens]
+  int x_stride, w_stride, N;
+  int history;  // records before the first new token
+  bool has_state;
+};
+
+// y[u][i]: output of token first + u, row i of the group, without the skip connection; the same in all 8 lanes.
+template <int kTokens, int kRows, int kChunks, typename Stored, typename Staged>
+__device__ inline void evaluate(const uint4 (&state)[kRows][kChunks], const OutputView<Staged>& view, int first,
+                                int lane, float (&y)[kTokens][kRows]) {
+  constexpr int kVec = Packed<Stored>::kVec;
+#pragma unroll
+  for (int u = 0; u < kTokens; ++u)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) y[u][i] = 0.0f;
+
+  if (view.has_state) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = (c * kLanes + lane) * kVec;
+      if (column >= view.N) break;
+      float s[kRows][kVec];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) Packed<Stored>::unpack(state[i][c], s[i]);
+#pragma unroll
+      for (int u = 0; u < kTokens; ++u) {
+        float q[kVec];
+        load_shared<kVec>(view.C + (first + u) * view.N + column, q);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) y[u][i] = fmaf(s[i][v], q[v], y[u][i]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      const float decay = view.decay[first + u];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) y[u][i] = __fmul_rn(decay, y[u][i]);
+    }
+  }
+
+  for (int j = lane; j < view.history + first + kTokens; j += kLanes) {
+    float x[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) x[i] = static_cast<float>(view.x[j * view.x_stride + i]);
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      if (j > view.history + first + u) continue;  // a later token is skipped, not multiplied by zero: it may be NaN
+      const float weight = view.weight[j * view.w_stride + first + u];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) y[u][i] = fmaf(weight, x[i], y[u][i]);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kTokens; ++u)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) y[u][i] = group_sum(y[u][i]);
+}
+
+template <int kHeadDim, typename Stored, typename Staged>
+__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void step_kernel(
+    const __grid_constant__ ScanParams params) {
+  using Shape = Tile<kHeadDim>;
+  constexpr int kRows = Shape::kRows;
+  constexpr int kVec = Packed<Stored>::kVec;
+  constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
+  const Problem& problem = params.problem;
+  const replayssm_scan_args& args = params.args;
+  const int P = Shape::kTuned ? kHeadDim : problem.geometry.head_dim;
+  const int N = Shape::kTuned ? kMaxStateDim : problem.geometry.state_dim;
+  const int H = problem.geometry.num_heads;
+  const int dtype = Shape::kTuned ? kDtypeOf<Staged> : problem.config.activation;
+  const int row_index = blockIdx.x / H, head = blockIdx.x % H;
+  const int tid = threadIdx.x, group = tid / kLanes, lane = tid % kLanes;
+
+  const replayssm_plan_row row = params.planned[row_index];
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+             head == 0 && tid == 0) ||
+      row.count == 0) {
+    return;
+  }
+  const int T = row.count;
+  const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
+  const bool fold = flagged && !params.flushed;
+  const int h = flagged && params.flushed ? 0 : row.history;  // staged records of history
+  const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.flushed);
+  const HeadSlot slot(problem, params.layer, row.slot, head);
+
+  // 1. The state.
+  uint4 state[kRows][kChunks];
+  Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + group * kRows * N + lane * kVec;
+  auto load_state = [&](int first_row) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        state[i][c] = make_uint4(0, 0, 0, 0);
+        if (!Shape::kTuned && (c * kLanes * kVec >= N || first_row + group * kRows >= P)) continue;
+        // Read once and by this thread only: leaves the L2 to the records.
+        if (stored_before) {
+          state[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec));
+        }
+      }
+  };
+  if constexpr (Shape::kTuned) load_state(0);
+
+  // 2. Records and new tokens.
+  extern __shared__ __align__(16) char shared[];
+  const StepShared layout(P, N, problem.config.window + args.max_count, args.max_count, sizeof(Staged));
+  Staged* const x = reinterpret_cast<Staged*>(shared);
+  Staged* const B = reinterpret_cast<Staged*>(shared + layout.b);
+  float* const C = reinterpret_cast<float*>(shared + layout.c);
+  float* const weight = reinterpret_cast<float*>(shared + layout.w);
+  float* const delta = reinterpret_cast<float*>(shared + layout.delta);
+  float* const log_decay = reinterpret_cast<float*>(shared + layout.log_decay);
+  float* const fold_weight = reinterpret_cast<float*>(shared + layout.fold_weight);
+  float* const decay = reinterpret_cast<float*>(shared + layout.decay);
+  float* const fold_decay = reinterpret_cast<float*>(shared + layout.fold_decay);
+
+  const int heads_per_group = H / problem.geometry.num_groups;
+  const int state_group = head / heads_per_group;
+  const int oldest = ring_position(row.ring_row, -h, problem.ring_rows);
+  const int x_chunks = P / 8, n_chunks = N / 8;
+  const int64_t x_start = row.first_token * args.x.stride[0] + head * args.x.stride[1];
+  const int64_t b_start = row.first_token * args.B.stride[0] + state_group * args.B.stride[1];
+  const int64_t c_start = row.first_token * args.C.stride[0] + state_group * args.C.stride[1];
+#pragma unroll 1
+  for (int item = tid; item < (h + T) * x_chunks; item += kThreads) {
+    const int j = item / x_chunks, column = item % x_chunks * 8;
+    Staged* const target = x + j * layout.x_stride + column;
+    if (j < h) {
+      stage_chunk(target, slot.x_ring, dtype, ring_position(oldest, j, problem.ring_rows) * P + column, true);
+    } else {
+      stage_chunk(target, args.x.data, dtype, x_start + (j - h) * args.x.stride[0] + column,
+                  Shape::kTuned || params.x_aligned);
+    }
+  }
+#pragma unroll 1
+  for (int item = tid; item < (h + T) * n_chunks; item += kThreads) {
+    const int j = item / n_chunks, column = item % n_chunks * 8;
+    Staged* const target = B + j * layout.b_stride + column;
+    if (j < h) {
+      stage_chunk(target, slot.b_ring, dtype, ring_position(oldest, j, problem.ring_rows) * N + column, true);
+    } else {
+      stage_chunk(target, args.B.data, dtype, b_start + (j - h) * args.B.stride[0] + column,
+                  Shape::kTuned || params.b_aligned);
+    }
+  }
+  // Step sizes: raw bits before C is converted, so that their loads overlap too.
+  const bool has_record = tid < h + T, has_token = has_record && tid >= h;
+  const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
+  float step = 0.0f;
+  uint32_t dt_bits = 0, bias_bits = 0;
+  if (has_token) {
+    const int64_t token = static_cast<int64_t>(row.first_token) + tid - h;
+    dt_bits = load_bits(args.dt.data, args.dt.dtype, token * args.dt.stride[0] + head * args.dt.stride[1]);
+    if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
+  } else if (has_record) {
+    step = slot.delta_ring[ring_position(oldest, tid, problem.ring_rows)];
+  }
+#pragma unroll 1
+  for (int item = tid; item < T * n_chunks; item += kThreads) {
+    const int s = item / n_chunks, column = item % n_chunks * 8;
+    stage_chunk(C + s * N + column, args.C.data, dtype, c_start + s * args.C.stride[0] + column,
+                Shape::kTuned || params.c_aligned);
+  }
+  if (has_token) {
+    step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
+                            args.dt_min, args.dt_max);
+    slot.delta_ring[ring_position(row.ring_row, tid - h, problem.ring_rows)] = step;
+  }
+  if (has_record) {
+    delta[tid] = step;
+    log_decay[tid] = __fmul_rn(-expf(bits_to_float(rate_bits, args.A_log.dtype)), step);
+  }
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  __syncthreads();
+
+#pragma unroll 1
+  for (int item = tid; item < T * x_chunks; item += kThreads) {
+    const int s = item / x_chunks, column = item % x_chunks * 8;
+    append_chunk(slot.x_ring, dtype, ring_position(row.ring_row, s, problem.ring_rows) * P + column,
+                 x + (h + s) * layout.x_stride + column);
+  }
+  if (head % heads_per_group == 0) {
+#pragma unroll 1
+    for (int item = tid; item < T * n_chunks; item += kThreads) {
+      const int s = item / n_chunks, column = item % n_chunks * 8;
+      append_chunk(slot.b_ring, dtype, ring_position(row.ring_row, s, problem.ring_rows) * N + column,
+                   B + (h + s) * layout.b_stride + column);
+    }
+  }
+
+  // 3. Weights. The records that outputs see start at `first`: a row that folds has no history afterwards.
+  const int first = fold ? h : 0;
+  const int history = h - first;
+  float* const output_weight = weight + first * layout.w_stride;
+  if (tid < T) {
+    decay[tid] = sum_exponents_backwards(log_decay + first, history + tid + 1, layout.w_stride, output_weight + tid);
+  } else if (fold && tid == 32) {  // another warp than the threads above
+    *fold_decay = sum_exponents_backwards(log_decay, h, 1, fold_weight);
+  }
+  __syncthreads();
+
+  if (fold && tid < h) fold_weight[tid] = record_weight(delta[tid], fold_weight[tid]);
+  for (int j = group; j < history + T; j += kGroups) {
+    float b[kMaxStateDim / 32][4];
+#pragma unroll
+    for (int c = 0; c < kMaxStateDim / 32; ++c) {
+      if (Shape::kTuned || c * 32 < N) load_shared<4>(B + (first + j) * layout.b_stride + c * 32 + lane * 4, b[c]);
+    }
+    for (int block = 0; block < T; block += kLanes) {  // lane k keeps the product with token block + k
+      const int end = min(block + kLanes, T);
+      float product = 0.0f;
+      for (int s = max(block, j - history); s < end; ++s) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < kMaxStateDim / 32; ++c) {
+          if (!Shape::kTuned && c * 32 >= N) break;
+          float q[4];
+          load_shared<4>(C + s * N + c * 32 + lane * 4, q);
+#pragma unroll
+          for (int v = 0; v < 4; ++v) sum = fmaf(b[c][v], q[v], sum);
+        }
+        sum = group_sum(sum);
+        if (s - block == lane) product = sum;
+      }
+      const int s = block + lane;
+      if (s < end && j <= history + s) {
+        float* const w = output_weight + j * layout.w_stride + s;
+        *w = __fmul_rn(record_weight(delta[first + j], *w), product);
+      }
+    }
+  }
+  __syncthreads();
+
+  const float skip = args.D.data ? load_scalar(args.D.data, args.D.dtype, head) : 0.0f;
+  for (int first_row = 0; first_row < P; first_row += Shape::kBlockRows) {
+    const int p = first_row + group * kRows;
+    if constexpr (!Shape::kTuned) {
+      if (p >= P) break;
+      load_state(first_row);
+    }
+
+    // 4. Flush.
+    if (fold) {
+      float folded[kRows][kChunks][kVec];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) Packed<Stored>::unpack(state[i][c], folded[i][c]);
+      fold_records(folded, x + p, layout.x_stride, B, layout.b_stride, fold_weight, *fold_decay, h, lane, N);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (!Shape::kTuned && c * kLanes * kVec >= N) break;
+          state[i][c] = Packed<Stored>::pack(folded[i][c]);
+          *reinterpret_cast<uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec) = state[i][c];
+        }
+    }
+
+    // 5. Outputs. Lane i stores row i of the group: the lanes of a warp fill one run of rows.
+    const OutputView<Staged> view{x + first * layout.x_stride + p,
+                                  output_weight,
+                                  C,
+                                  decay,
+                                  layout.x_stride,
+                                  layout.w_stride,
+                                  N,
+                                  history,
+                                  stored_before || fold};
+    auto store_output = [&](int s, const float (&y)[kRows]) {
+      float value = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (lane == i) value = y[i];
+      if (lane >= kRows) return;
+      if (args.D.data) value = fmaf(skip, static_cast<float>(x[(h + s) * layout.x_stride + p + lane]), value);
+      store_scalar(
+          args.out.data, dtype,
+          (static_cast<int64_t>(row.first_token) + s) * args.out.stride[0] + head * args.out.stride[1] + p + lane,
+          value);
+    };
+    int s = 0;
+    for (; s + 4 <= T; s += 4) {
+      float y[4][kRows];
+      evaluate<4, kRows, kChunks, Stored>(state, view, s, lane, y);
+#pragma unroll
+      for (int u = 0; u < 4; ++u) store_output(s + u, y[u]);
+    }
+    for (; s < T; ++s) {
+      float y[1][kRows];
+      evaluate<1, kRows, kChunks, Stored>(state, view, s, lane, y);
+      store_output(s, y[0]);
+    }
+  }
+}
+
+// ---- flush and materialize -----------------------------------------------------------------------------------------
+
+// A CTA folds a slice of 32 rows of one head and goes on to the next; the grid has a fixed size, since only the device
+// knows how many rows flush.
+constexpr int64_t kFoldBlocks = 2048;
+
+template <typename Stored>
+__global__ __launch_bounds__(kThreads, 5) void fold_kernel(const __grid_constant__ FoldParams params) {
+  constexpr int kVec = Packed<Stored>::kVec;
+  constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
+  extern __shared__ __align__(16) float fold_shared[];
+  const Problem& problem = params.problem;
+  const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, H = problem.geometry.num_heads;
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int slices = (P + kSliceRows - 1) / kSliceRows;
+  const bool flush = params.state == nullptr;
+  const int listed = flush ? static_cast<const replayssm_plan_header*>(params.plan)->num_flush : params.rows;
+  const auto* planned = reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(params.plan) +
+                                                                    sizeof(replayssm_plan_header));
+  const auto* flush_rows = reinterpret_cast<const int32_t*>(planned + params.rows);
+
+  for (int64_t item = blockIdx.x; item < static_cast<int64_t>(listed) * H * slices; item += gridDim.x) {
+    const int first_row = static_cast<int>(item % slices) * kSliceRows;
+    const int head = static_cast<int>(item / slices % H);
+    const int index = static_cast<int>(item / slices / H);
+    int32_t slot_index, h, next;
+    bool empty;
+    if (flush) {
+      const replayssm_plan_row& row = planned[flush_rows[index]];
+      slot_index = row.slot, h = row.history, next = row.ring_row;
+      empty = row.flags & REPLAYSSM_ROW_EMPTY;
+      if (h > problem.config.window) continue;  // step refuses and reports it
+    } else {
+      slot_index = params.slots[index];
+      if (slot_index < 0 || slot_index >= params.table.num_slots) continue;
+      const replayssm_cursor cursor = params.table.cursors[slot_index];
+      if (materialize_error(cursor, problem, params.A_log.data != nullptr) != REPLAYSSM_ROW_OK) continue;
+      h = cursor.history, next = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
+      empty = cursor.writes == 0;
+    }
+    const HeadSlot slot(problem, params.layer, slot_index, head);
+    const int p = first_row + group * kRowsPerGroup;
+    auto* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N;
+
+    float state[kRowsPerGroup][kChunks][kVec];
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * kLanes + lane) * kVec;
+        uint4 raw = make_uint4(0, 0, 0, 0);
+        if (!empty && p < P && column < N) raw = *reinterpret_cast<const uint4*>(checkpoint + i * N + column);
+        Packed<Stored>::unpack(raw, state[i][c]);
+      }
+    if (h > 0) {
+      const StagedRecords records(fold_shared, problem.config.window, N);
+      records.stage(problem, slot, ring_position(next, -h, problem.ring_rows), h, first_row,
+                    decay_rate(params.A_log, head));
+      if (p < P) {
+        fold_records(state, records.x + group * kRowsPerGroup, StagedRecords::kXStride, records.B, N, records.weight,
+                     *records.decay, h, lane, N);
+      }
+      __syncthreads();  // before the next slice is staged
+    }
+    if (p >= P) continue;
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * kLanes + lane) * kVec;
+        if (column >= N) break;
+        if (flush) {
+          *reinterpret_cast<uint4*>(checkpoint + i * N + column) = Packed<Stored>::pack(state[i][c]);
+        } else {
+          const int64_t target = ((static_cast<int64_t>(index) * H + head) * P + p + i) * N + column;
+          store_vector<kVec>(params.state, REPLAYSSM_FP32, target, params.state_aligned, state[i][c]);
+        }
+      }
+  }
+}
+
+using StepKernel = void(ScanParams);
+struct StepChoice {
+  StepKernel* kernel;
+  int element;  // bytes of a staged x or B
+};
+
+template <typename Stored>
+StepChoice choose_step(int tuned_head_dim, int activation) {
+  const bool bf16 = activation == REPLAYSSM_BF16;
+  switch (tuned_head_dim) {
+    case 64:
+      return {bf16 ? step_kernel<64, Stored, __nv_bfloat16> : step_kernel<64, Stored, __half>, 2};
+    case 80:
+      return {bf16 ? step_kernel<80, Stored, __nv_bfloat16> : step_kernel<80, Stored, __half>, 2};
+    default:
+      return {step_kernel<0, Stored, float>, 4};
+  }
+}
+
+}  // namespace
+
+replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params) {
+  const int64_t slices = (params.problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
+  const int64_t blocks = std::min(kFoldBlocks, params.rows * params.problem.geometry.num_heads * slices);
+  const size_t shared = StagedRecords::bytes(params.problem.config.window, params.problem.geometry.state_dim);
+  return with_checkpoint(params.problem.config.checkpoint, [&](auto stored) {
+    return launch(op, fold_kernel<decltype(stored)>, blocks, kThreads, shared, exec, params);
+  });
+}
+
+replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
+  if (rows == 0) return REPLAYSSM_OK;
+  return launch_fold("flush", exec, FoldParams{problem, layer, table, A_log, plan, nullptr, nullptr, rows, false});
+}
+
+replayssm_status step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                      const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
+                      bool flushed) {
+  if (rows == 0) return REPLAYSSM_OK;
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed);
+  const int head_dim = tuned_head_dim(params);
+  const StepChoice choice = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
+    return choose_step<decltype(stored)>(head_dim, problem.config.activation);
+  });
+  const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
+                          args.max_count, choice.element);
+  return launch("step", choice.kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, shared.bytes,
+                exec, params);
+}
+
+cudaError_t load_step_kernels() {
+  for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
+    const cudaError_t error =
+        with_checkpoint(format, [](auto stored) { return load_kernel(fold_kernel<decltype(stored)>); });
+    if (error != cudaSuccess) return error;
+    for (int head_dim : {0, 64, 80}) {
+      for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
+        const StepChoice choice =
+            with_checkpoint(format, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, activation); });
+        const int largest = StepShared(head_dim > 0 ? head_dim : 128, kMaxStateDim, kMaxRecords,
+                                       REPLAYSSM_MAX_STEP_TOKENS, choice.element)
+                                .bytes;
+        cudaError_t step_error = load_kernel(choice.kernel);
+        if (step_error == cudaSuccess && largest > 48 * 1024) {
+          step_error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, largest);
+        }
+        if (step_error != cudaSuccess) return step_error;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda
+}  // namespace replayssm
