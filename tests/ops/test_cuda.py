@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only CUDA has: graphs captured at the very first call, no synchronisation, streams, offsets beyond 32 bits."""
+
+import subprocess
+import sys
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from mixer import SUPER, SUPER_TP8, Stack, Weights, array, random_tokens, recur, same_bits, zero_state
+
+from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here; on a GPU machine run scripts/gpu/test.sh", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+CONFIG = ReplayConfig(window=16, max_step_tokens=4)
+
+
+class CapturedStep:
+    """A whole step (plan, two mixers, commit) of `rows` rows in one CUDA graph over static inputs."""
+
+    def __init__(self, stack, pool, rows, count):
+        self.slots = torch.full((rows,), -1, dtype=torch.int32, device=CUDA)
+        self.accepted = torch.zeros(rows, dtype=torch.int32, device=CUDA)
+        self.counts = torch.full((rows,), count, dtype=torch.int32, device=CUDA)
+        self.tape = stack.tape(0, rows * count)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            plan = pool.plan(self.slots, self.counts)
+            self.outputs = [mixer(pool, layer, plan, *self.tape, ops.step) for layer, mixer in enumerate(stack.mixers)]
+            pool.commit(plan, self.accepted)
+
+    def __call__(self, slots, tape, accepted, counts):
+        self.slots.copy_(torch.tensor(slots))
+        self.accepted.copy_(torch.tensor(accepted))
+        self.counts.copy_(torch.tensor(counts))
+        for static, given in zip(self.tape, tape, strict=True):
+            static[: len(given)] = given
+        self.graph.replay()
+        return torch.stack(self.outputs).clone()
+
+
+@pytest.mark.parametrize(
+    "geometry, activation",
+    [
+        (SUPER_TP8, "bf16"),
+        (MambaGeometry(12, 80, 1, 128), "fp16"),
+        (MambaGeometry(4, 24, 2, 64), "fp32"),
+    ],
+)
+def test_one_graph_for_every_phase_of_the_window(geometry, activation):
+    """A05, A15, A21: one capture, replayed with other slots, counts and cursors, equals eager."""
+    stack = Stack(geometry, ReplayConfig(window=16, max_step_tokens=4, activation=activation), device=CUDA)
+    eager, graphed = stack.pool(12), stack.pool(12)
+    for pool in (eager, graphed):
+        pool.reset(list(range(12)))
+        for slot in range(12):
+            stack.run(pool, slot, tuple(t[: 7 + slot] for t in stack.tape(slot, 30)))
+    captured = CapturedStep(stack, graphed, rows=8, count=4)
+    rng = np.random.default_rng(0)
+    for cycle in range(60):
+        slots = rng.permutation(12)[:8]
+        slots[rng.random(8) < 0.2] = -1
+        counts = rng.integers(0, 5, 8)
+        accepted = rng.integers(0, counts + 1)
+        tape = stack.tape(100 + cycle, int(counts.sum()))
+        chunks = list(zip(*(tensor.split(counts.tolist()) for tensor in tape), strict=True))
+        expected = torch.cat(stack.cycle(eager, slots.tolist(), chunks, accepted.tolist()), dim=1)
+        outputs = captured(slots.tolist(), tape, accepted.tolist(), counts.tolist())
+        graphed.validate()
+        assert same_bits(outputs[:, : int(counts.sum())], expected), cycle
+        assert all(map(torch.equal, eager.cursors(), graphed.cursors()))
+    assert same_bits(eager.data, graphed.data)
+    assert eager.stats() == graphed.stats() and eager.stats()["flushes"] > 20
+
+
+FIRST_CALL = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from mixer import SUPER_TP8, Stack, same_bits
+from trtllm_replayssm import MambaGeometry, ReplayConfig, ops
+geometry = SUPER_TP8 if sys.argv[2] == "tuned" else MambaGeometry(4, 24, 2, 64)
+stack = Stack(geometry, ReplayConfig(window=4, max_step_tokens=2), device="cuda")
+pool, twin = stack.pool(2), stack.pool(2)
+slots = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
+long, short = stack.tape(1, 20), stack.tape(2, 4)
+streams = torch.tensor([7, 8], device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="global"):
+    pool.reset(slots, streams)
+    outputs = []
+    for op, tape, count in ((ops.prefill, long, 10), (ops.step, short, 2), (ops.step, short, 2), (ops.step, short, 2)):
+        plan = pool.plan(slots, count)
+        outputs.append(stack.mixers[0](pool, 0, plan, *tape, op))
+        pool.commit(plan)
+    state = pool.materialize(0, slots)
+graph.replay()
+twin.reset(slots, streams)
+for (op, tape, count), graphed in zip(
+    ((ops.prefill, long, 10), (ops.step, short, 2), (ops.step, short, 2), (ops.step, short, 2)), outputs, strict=True
+):
+    plan = twin.plan(slots, count)
+    assert same_bits(stack.mixers[0](twin, 0, plan, *tape, op), graphed)
+    twin.commit(plan)
+assert twin.stats()["flushes"] == pool.stats()["flushes"] == 2
+assert same_bits(twin.materialize(0, slots)[0], state[0])
+pool.validate()
+print("captured")
+"""
+
+
+@pytest.mark.parametrize("kernels", ["tuned", "generic"])
+def test_capture_as_the_very_first_call(kernels, pytestconfig, tmp_path):
+    """A35: in a fresh process, no op ran before the capture."""
+    arguments = [sys.executable, "-c", FIRST_CALL, str(pytestconfig.rootpath / "tests"), kernels]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "captured"
+
+
+def test_no_op_synchronises():
+    stack = Stack(SUPER_TP8, CONFIG, device=CUDA)
+    pool = stack.pool(4)
+    tape, slots = stack.tape(1, 8), torch.tensor([1, 3], dtype=torch.int32, device=CUDA)
+    accepted = torch.tensor([4, 2], dtype=torch.int32, device=CUDA)
+    pool.reset(slots)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for op in (ops.prefill, ops.step, ops.step):
+            plan = pool.plan(slots, 4)
+            for layer, mixer in enumerate(stack.mixers):
+                mixer(pool, layer, plan, *tape, op)
+            pool.commit(plan, None if op is ops.prefill else accepted)
+        pool.copy(slots[:1], slots[:1] - 1)
+        for layer, saved in enumerate([pool.materialize(layer, slots) for layer in range(2)]):
+            pool.restore(layer, slots, *saved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pool.validate()
+    assert pool.cursors([0, 1, 3]).tokens.tolist() == [12, 3, 3]
+
+
+def test_host_values_are_refused_during_capture():
+    pool = StatePool(SUPER_TP8, CONFIG, 4, 1, CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(ValueError, match="slots: expected an torch.int32 tensor on cuda"):
+        pool.plan([0, 1])
+    assert not pool.table.any()
+
+
+def test_ops_run_on_the_current_stream():
+    """Interleaved steps of two pools on two streams equal those on one."""
+    stack = Stack(SUPER_TP8, CONFIG, device=CUDA)
+    pools = [stack.pool(2) for _ in range(3)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    tapes = [stack.tape(seed, 100) for seed in (1, 2)]
+    for pool in pools:
+        pool.reset([0, 1])
+    expected = [stack.run(pools[2], slot, tapes[slot], chunk=4) for slot in (0, 1)]
+    torch.cuda.synchronize()
+    outputs = [[], []]
+    for first in range(0, 100, 4):
+        for which, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                chunk = tuple(t[first : first + 4] for t in tapes[which])
+                outputs[which].append(stack.cycle(pools[which], [which], [chunk])[0])
+    torch.cuda.synchronize()
+    for which in (0, 1):
+        assert same_bits(torch.cat(outputs[which], dim=1), expected[which])
+
+
+def test_errors_stay_until_they_are_read():
+    """The first error of several is kept, good rows of the same call proceed, and later steps work."""
+    stack = Stack(SUPER_TP8, CONFIG, device=CUDA)
+    pool = stack.pool(4)
+    pool.reset([0, 1, 2, 3])
+    slots = torch.tensor([2, 9, 2], dtype=torch.int32, device=CUDA)
+    tape = stack.tape(1, 3)
+    plan = pool.plan(slots)
+    outputs = stack.mixers[0](pool, 0, plan, *tape, ops.step)
+    assert outputs[0].any() and not outputs[1:].any()
+    pool.commit(plan)
+    plan = pool.plan(torch.tensor([7], dtype=torch.int32, device=CUDA))
+    pool.abandon(plan)
+    with pytest.raises(ValueError, match="row (1: slot is 9|2: slot 2)"):
+        pool.validate()
+    pool.validate()
+    assert pool.cursors().tokens.tolist() == [0, 0, 1, 0]
+    assert pool.cursors().flags.tolist() == [0, 0, 0, 0]
+
+
+def test_cuda_agrees_with_the_cpu():
+    """Prefill and steps of one sequence on both devices."""
+    config = ReplayConfig(window=16, max_step_tokens=4, activation="fp32")
+    results = []
+    for device in ("cpu", "cuda"):
+        stack = Stack(SUPER_TP8, config, device=device)
+        pool = stack.pool()
+        pool.reset(0)
+        tape = stack.tape(3, 80)
+        stack.cycle(pool, [0], [tuple(t[:20] for t in tape)], op=ops.prefill)
+        results.append(stack.run(pool, 0, tuple(t[20:] for t in tape), chunk=3))
+    assert oracle.relative_error(array(results[1]), array(results[0])) < 5e-6
+
+
+def need_memory(gigabytes):
+    free = torch.cuda.mem_get_info()[0]
+    if free < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GB of free GPU memory, {free >> 30} are there")
+
+
+@pytest.mark.large
+def test_slots_beyond_two_to_the_31_elements():
+    """A28: 2,080 slots of the Super geometry with fp16 states, steps and moves in the last slot."""
+    need_memory(16)
+    config = ReplayConfig(window=16, max_step_tokens=4, checkpoint="fp16")
+    slots = 2080
+    pool = StatePool(SUPER, config, slots, 1, CUDA)
+    assert slots * 128 * 64 * 128 > 2**31 and pool.data.numel() > 2**32
+    weights, tokens = Weights.random(SUPER, CUDA), random_tokens(SUPER, torch.bfloat16, 60, CUDA)
+    small = StatePool(SUPER, config, 1, 1, CUDA)
+    for target, slot in ((pool, slots - 1), (small, 0)):
+        target.reset(slot, streams=1)
+        plan = target.plan(slot, 20)
+        ops.prefill(target, 0, plan, *tokens.span(0, 20), *weights)
+        target.commit(plan)
+    for first in range(20, 60, 4):
+        results = []
+        for target, slot in ((pool, slots - 1), (small, 0)):
+            plan = target.plan(slot, 4)
+            results.append(ops.step(target, 0, plan, *tokens.span(first, first + 4), *weights))
+            target.commit(plan, check=True)
+        assert same_bits(*results)
+    assert same_bits(pool.data[0, -1], small.data[0, 0])
+    assert not pool.data[0, :-1].any()
+    pool.copy(slots - 1, slots - 2)
+    pool.load(slots - 3, pool.save(slots - 2))
+    assert same_bits(pool.data[0, -3], small.data[0, 0])
+
+
+@pytest.mark.large
+def test_prompts_beyond_two_to_the_31_elements():
+    """A28: 270,000 packed tokens of the Super geometry, the last row beyond 2^31 elements of x."""
+    need_memory(40)
+    total, tail = 270_000, 64
+    assert (total - tail) * 128 * 64 > 2**31
+    pool = StatePool(SUPER, CONFIG, 2, 1, CUDA)
+    pool.reset([0, 1])
+    weights = Weights.random(SUPER, CUDA)
+    last = random_tokens(SUPER, torch.bfloat16, tail, CUDA)
+    shapes = [(total, *t.shape[1:]) for t in last]
+    tokens = [torch.zeros(shape, dtype=torch.bfloat16, device=CUDA) for shape in shapes]
+    for whole, part in zip(tokens, last, strict=True):
+        whole[-tail:] = part
+    xBC = torch.zeros((total, SUPER.conv_channels), dtype=torch.bfloat16, device=CUDA)
+    raw = torch.randn((tail, SUPER.conv_channels), device=CUDA).bfloat16()
+    xBC[-tail:] = raw
+    weight = torch.randn((SUPER.conv_channels, 4), device=CUDA)
+    bias = torch.randn(SUPER.conv_channels, device=CUDA)
+    plan = pool.plan([0, 1], [total - tail, tail])
+    convolved = ops.conv_step(pool, 0, plan, xBC, weight, bias)[-tail:]
+    out = ops.prefill(pool, 0, plan, *tokens, *weights)[-tail:]
+    pool.commit(plan, check=True)
+    y, states = recur(zero_state(SUPER), last, weights)
+    assert oracle.relative_error(array(out), y) < 3e-3
+    assert oracle.relative_error(array(pool.materialize(0, 1)[0][0]), states[-1]) < 1e-5
+    expected = oracle.convolve(np.zeros((0, SUPER.conv_channels)), array(raw), array(weight), array(bias))
+    assert oracle.relative_error(array(convolved), expected) < 3e-3

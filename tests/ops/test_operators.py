@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch operators: schemas that tell the truth, and traces by torch.compile that touch the pool in place."""
+
+from math import inf
+
+import pytest
+import torch
+from mixer import SMALL, Mixer, Stack, Weights, random_tokens, same_bits
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+from trtllm_replayssm import ReplayConfig, StatePool, ops
+from trtllm_replayssm.operators import SCHEMAS, core_spec, pool_spec
+
+CONFIG = ReplayConfig(window=8, max_step_tokens=4, activation="fp32")
+_ops = torch.ops.trtllm_replayssm
+
+
+def test_spec_text_tells_kinds_of_pools_apart():
+    spec = pool_spec(SMALL, CONFIG, 8, 3)
+    assert spec == "4 16 2 64 4 8 4 fp32 none fp32 0 8 3"
+    assert core_spec(spec) is core_spec(pool_spec(SMALL, CONFIG, 8, 3))
+    assert core_spec(spec) is not core_spec(pool_spec(SMALL, CONFIG, 8, 4))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck(device, name):
+    """Declared mutations are the real ones, nothing is returned, and the fake kernel agrees."""
+    pool = StatePool(SMALL, CONFIG, 4, 2, device)
+    pool.reset([0, 1])
+    weights, tokens = Weights.random(SMALL, device), random_tokens(SMALL, torch.float32, 3, device)
+    slots, rows = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32, device=device)
+    empty = pool.plan([2, 3])
+    pool.abandon(empty)
+    shared, layer = (pool.table, pool.data, pool.spec), 1
+    state, tail = pool.materialize(layer, [0, 1])
+    if name in ("commit", "abandon", "conv_step", "flush", "step", "prefill", "conventional_step"):
+        plan = pool.plan(slots, rows)
+        planned = (*shared, layer, plan.buffer, plan.rows)
+    out = torch.zeros(3, 4, 16, device=device)
+    xBC = torch.randn(3, SMALL.conv_channels, device=device)
+    scan = lambda: (*planned, *tokens, *weights, out, 0.0, inf, 2)  # noqa: E731
+    arguments = {
+        "reset": lambda: (pool.table, pool.spec, slots, rows.long()),
+        "plan": lambda: (pool.table, pool.spec, slots, rows, 0, 2, empty.buffer),
+        "commit": lambda: (pool.table, pool.spec, plan.buffer, 2, rows, 0),
+        "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),
+        "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2),
+        "flush": lambda: (*planned, weights.A_log),
+        "step": lambda: (*scan(), False),
+        "prefill": scan,
+        "conventional_step": scan,
+        "materialize": lambda: (*shared, layer, slots, None, state, tail),
+        "restore": lambda: (*shared, layer, slots, state, tail),
+        "copy": lambda: (*shared, slots, slots + 2),
+    }[name]()
+    torch.library.opcheck(getattr(_ops, name).default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("op", [ops.step, ops.prefill])
+def test_compiled_layers_are_the_eager_ones(device, backend, op):
+    """fullgraph=True through two layers: same bits, one graph for all cycles, and the very memory of the pool."""
+    stack = Stack(SMALL, CONFIG, device=device)
+    eager, compiled = stack.pool(2), stack.pool(2)
+    address = compiled.data.data_ptr()
+
+    def layers(pool, plan, raw, dt):
+        return torch.stack([mixer(pool, layer, plan, raw, dt, op) for layer, mixer in enumerate(stack.mixers)])
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    traced = torch.compile(layers, fullgraph=True, backend=counter)
+    for pool in (eager, compiled):
+        pool.reset([0, 1])
+    for cycle in range(6):
+        tape = stack.tape(cycle, 8)
+        plans = [pool.plan([1, 0], 4) for pool in (eager, compiled)]
+        outputs = layers(eager, plans[0], *tape), traced(compiled, plans[1], *tape)
+        assert same_bits(*outputs)
+        assert plans[1].use == plans[0].use
+        for pool, plan in zip((eager, compiled), plans, strict=True):
+            pool.commit(plan)
+    assert counter.frame_count == 1
+    assert compiled.data.data_ptr() == address and same_bits(eager.data, compiled.data)
+    assert compiled.decay[1] is stack.mixers[1].weights.A_log
+
+
+def test_inductor_copies_no_pool(device):
+    """The generated code calls the operators on the pool itself: a pool is too large to be cloned."""
+    stack = Stack(SMALL, CONFIG, device=device)
+    pool = stack.pool(2)
+    pool.reset([0, 1])
+
+    def layers(plan, raw, dt):
+        return [mixer(pool, layer, plan, raw, dt, ops.step).sum() for layer, mixer in enumerate(stack.mixers)]
+
+    torch._dynamo.reset()
+    _, code = run_and_get_code(torch.compile(layers, fullgraph=True), pool.plan([0, 1], 2), *stack.tape(1, 4))
+    lines = "".join(code).splitlines()
+    assert sum("trtllm_replayssm.step.default(" in line for line in lines) == 2
+    assert not [line for line in lines if "= empty_strided" in line and str(pool.layout.slot_stride) in line]
+
+
+def test_gradients_and_inference_mode_are_no_matter(device):
+    """Parameters that require gradients, outside and inside inference mode, give the same bits."""
+    mixer = Mixer(SMALL, device)
+    trainable = mixer.weights._replace(A_log=torch.nn.Parameter(mixer.weights.A_log))
+    tokens = random_tokens(SMALL, torch.float32, 2, device)
+    results = []
+    cases = [(mixer.weights, torch.no_grad), (trainable, torch.enable_grad), (trainable, torch.inference_mode)]
+    for weights, context in cases:
+        pool = StatePool(SMALL, CONFIG, 1, 1, device)
+        with context():
+            plan = pool.plan(0, 2)
+            results.append(ops.step(pool, 0, plan, *tokens, *weights))
+            pool.commit(plan)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])

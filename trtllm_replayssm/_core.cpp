@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The Python binding of libreplayssm. It knows integers only: addresses, strides and dtype codes, so that it needs
+// neither torch's C++ ABI nor numpy. A Spec is bound once for each kind of pool and holds all that does not change from
+// call to call. Statuses become exceptions; what a host op left in the error word is raised at once, and the word
+// cleared.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "replayssm/replayssm.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr int64_t kHost = -1;  // in place of a cudaStream_t: run on the host
+
+struct InvalidArgument : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct Unsupported : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void check(replayssm_status status) {
+  switch (status) {
+    case REPLAYSSM_OK:
+      return;
+    case REPLAYSSM_INVALID_ARGUMENT:
+      throw InvalidArgument(replayssm_last_error());
+    case REPLAYSSM_UNSUPPORTED:
+      throw Unsupported(replayssm_last_error());
+    default:
+      throw std::runtime_error(replayssm_last_error());
+  }
+}
+
+std::string describe(int32_t code, int32_t row, int64_t given, int64_t expected) {
+  const char* format = nullptr;
+  switch (code) {
+    case REPLAYSSM_ROW_SLOT_RANGE:
+      format = "slot is %" PRId64 ", expected -1 (padded row) or less than %" PRId64;
+      break;
+    case REPLAYSSM_ROW_SLOT_OPEN:
+      format = "slot %" PRId64 " has an outstanding plan or is named twice, expected distinct slots without a plan";
+      break;
+    case REPLAYSSM_ROW_SLOT_INVALID:
+      format =
+          "slot %" PRId64 " (flags %" PRId64 ") is abandoned or half restored, expected reset, load or restore first";
+      break;
+    case REPLAYSSM_ROW_COUNT_RANGE:
+      format = "token count is %" PRId64 ", expected 0 or more";
+      break;
+    case REPLAYSSM_ROW_TOKEN_RANGE:
+      format = "its tokens end at %" PRId64 ", expected at most the %" PRId64 " tokens of the token tensors";
+      break;
+    case REPLAYSSM_ROW_TOO_LONG:
+      format = "brings %" PRId64 " tokens, expected at most %" PRId64
+               " (a step takes max_step_tokens; ops.prefill takes more)";
+      break;
+    case REPLAYSSM_ROW_ACCEPTED_RANGE:
+      format = "accepted is %" PRId64 ", expected 0..%" PRId64 " (exactly the upper limit after prefill)";
+      break;
+    case REPLAYSSM_ROW_NOT_PLANNED:
+      format = "slot %" PRId64 " was not opened by this plan";
+      break;
+    case REPLAYSSM_ROW_NO_DECAY:
+      format = "slot holds %" PRId64 " records, expected A_log to fold them";
+      break;
+    case REPLAYSSM_ROW_HAS_RECORDS:
+      format = "slot holds %" PRId64 " records, expected none: conventional_step does not read them";
+      break;
+    default:
+      format = "unknown error (given %" PRId64 ", expected %" PRId64 ")";
+      break;
+  }
+  char text[256];
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+#pragma GCC diagnostic ignored "-Wformat-extra-args"
+  std::snprintf(text, sizeof text, format, given, expected);
+#pragma GCC diagnostic pop
+  return "row " + std::to_string(row) + ": " + text;
+}
+
+replayssm_exec execution(int64_t stream) {
+  if (stream == kHost) return {REPLAYSSM_HOST, nullptr};
+  return {REPLAYSSM_CUDA, reinterpret_cast<void*>(stream)};
+}
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+replayssm_tensor vector(uintptr_t data, int32_t dtype) { return {pointer<void>(data), dtype, {0, 0}}; }
+
+// Geometry and config of a pool and its extent. The table is one buffer: error word | counters | cursors | restored.
+struct Spec {
+  static constexpr int64_t kErrorOffset = 0, kCountersOffset = 64, kCursorsOffset = 128;
+
+  replayssm_geometry geometry;
+  replayssm_config config;
+  replayssm_layout layout;
+  int32_t num_slots, num_layers;
+
+  Spec(const replayssm_geometry& geometry_, const replayssm_config& config_, int32_t num_slots_, int32_t num_layers_)
+      : geometry(geometry_), config(config_), num_slots(num_slots_), num_layers(num_layers_) {
+    check(replayssm_layout_init(&geometry, &config, &layout));
+  }
+
+  int64_t restored_offset() const { return kCursorsOffset + int64_t{num_slots} * int64_t{sizeof(replayssm_cursor)}; }
+  int64_t table_bytes() const { return restored_offset() + int64_t{num_slots} * num_layers; }
+  int64_t layer_stride() const { return num_slots * layout.slot_stride; }
+
+  replayssm_table table(uintptr_t address) const {
+    return {pointer<replayssm_cursor>(address + kCursorsOffset),
+            pointer<replayssm_error>(address + kErrorOffset),
+            pointer<int64_t>(address + kCountersOffset),
+            pointer<uint8_t>(address + restored_offset()),
+            num_slots,
+            num_layers};
+  }
+
+  replayssm_layer layer(uintptr_t data, int32_t index) const {
+    replayssm_layer result;
+    check(replayssm_layer_from_blob(&layout, pointer<void>(data + index * layer_stride()), index, &result));
+    return result;
+  }
+
+  static void finish(replayssm_status status, int64_t stream, const replayssm_table& table) {
+    check(status);
+    if (stream != kHost || table.error->code == REPLAYSSM_ROW_OK) return;
+    const replayssm_error error = *table.error;
+    *table.error = {};
+    throw InvalidArgument(describe(error.code, error.row, error.given, error.expected));
+  }
+
+  void reset(int64_t stream, uintptr_t table_, uintptr_t slots, uintptr_t streams, int32_t rows) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_reset(&exec, &shared, pointer<int32_t>(slots), pointer<int64_t>(streams), rows), stream, shared);
+  }
+
+  void plan(int64_t stream, uintptr_t table_, uintptr_t slots, uintptr_t counts, int32_t uniform_count, int32_t rows,
+            uintptr_t plan_) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_plan(&exec, &geometry, &config, &shared, pointer<int32_t>(slots), pointer<int32_t>(counts),
+                          uniform_count, rows, pointer<void>(plan_)),
+           stream, shared);
+  }
+
+  void commit(int64_t stream, uintptr_t table_, uintptr_t plan_, int32_t rows, uintptr_t accepted, int32_t use) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_commit(&exec, &shared, pointer<void>(plan_), rows, pointer<int32_t>(accepted), use), stream,
+           shared);
+  }
+
+  void abandon(int64_t stream, uintptr_t table_, uintptr_t plan_, int32_t rows, int32_t use) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_abandon(&exec, &shared, pointer<void>(plan_), rows, use), stream, shared);
+  }
+
+  void conv_step(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows,
+                 uintptr_t in, int64_t in_stride, uintptr_t weight, int32_t weight_dtype, uintptr_t bias,
+                 int32_t bias_dtype, uintptr_t out, int64_t out_stride, int64_t num_tokens, int32_t max_count) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    const replayssm_conv_args args = {{pointer<void>(in), config.activation, {in_stride, 1}},
+                                      vector(weight, weight_dtype),
+                                      vector(bias, bias_dtype),
+                                      {pointer<void>(out), config.activation, {out_stride, 1}},
+                                      num_tokens,
+                                      max_count};
+    finish(replayssm_conv_step(&exec, &geometry, &config, &section, &shared, pointer<void>(plan_), rows, &args), stream,
+           shared);
+  }
+
+  void flush(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows,
+             uintptr_t A_log, int32_t A_log_dtype) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    const auto decay = vector(A_log, A_log_dtype);
+    finish(replayssm_flush(&exec, &geometry, &config, &section, &shared, pointer<void>(plan_), rows, &decay), stream,
+           shared);
+  }
+
+  enum class Scan { kStep, kStepFlushed, kPrefill, kConventional };
+
+  template <Scan scan>
+  void run(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows, uintptr_t x,
+           int64_t x_stride0, int64_t x_stride1, uintptr_t B, int64_t B_stride0, int64_t B_stride1, uintptr_t C,
+           int64_t C_stride0, int64_t C_stride1, uintptr_t dt, int32_t dt_dtype, int64_t dt_stride0, int64_t dt_stride1,
+           uintptr_t A_log, int32_t A_log_dtype, uintptr_t D, int32_t D_dtype, uintptr_t dt_bias, int32_t dt_bias_dtype,
+           uintptr_t out, int64_t out_stride0, int64_t out_stride1, float dt_min, float dt_max, int64_t num_tokens,
+           int32_t max_count) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    const auto dtype = config.activation;
+    const replayssm_scan_args args = {{pointer<void>(x), dtype, {x_stride0, x_stride1}},
+                                      {pointer<void>(B), dtype, {B_stride0, B_stride1}},
+                                      {pointer<void>(C), dtype, {C_stride0, C_stride1}},
+                                      {pointer<void>(dt), dt_dtype, {dt_stride0, dt_stride1}},
+                                      vector(A_log, A_log_dtype),
+                                      vector(D, D_dtype),
+                                      vector(dt_bias, dt_bias_dtype),
+                                      {pointer<void>(out), dtype, {out_stride0, out_stride1}},
+                                      dt_min,
+                                      dt_max,
+                                      num_tokens,
+                                      max_count};
+    const auto* rows_of = pointer<void>(plan_);
+    replayssm_status status;
+    if constexpr (scan == Scan::kPrefill) {
+      status = replayssm_prefill(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args);
+    } else if constexpr (scan == Scan::kConventional) {
+      status = replayssm_conventional_step(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args);
+    } else {
+      status = replayssm_step(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args,
+                              scan == Scan::kStepFlushed);
+    }
+    finish(status, stream, shared);
+  }
+
+  void materialize(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t slots, int32_t rows,
+                   uintptr_t A_log, int32_t A_log_dtype, uintptr_t state, uintptr_t conv_tail) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    const auto decay = vector(A_log, A_log_dtype);
+    finish(replayssm_materialize(&exec, &geometry, &config, &section, &shared, pointer<int32_t>(slots), rows, &decay,
+                                 pointer<float>(state), pointer<float>(conv_tail)),
+           stream, shared);
+  }
+
+  void restore(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t slots, int32_t rows,
+               uintptr_t state, uintptr_t conv_tail) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    finish(replayssm_restore(&exec, &geometry, &config, &section, &shared, pointer<int32_t>(slots), rows,
+                             pointer<float>(state), pointer<float>(conv_tail)),
+           stream, shared);
+  }
+
+  void copy(int64_t stream, uintptr_t table_, uintptr_t data, uintptr_t src, uintptr_t dst, int32_t rows) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_copy(&exec, &shared, pointer<void>(data), layer_stride(), layout.slot_stride,
+                          pointer<int32_t>(src), pointer<int32_t>(dst), rows),
+           stream, shared);
+  }
+};
+
+using Slice = std::tuple<int64_t, int64_t>;
+nb::dict codes(std::initializer_list<std::pair<const char*, int>> names) {
+  nb::dict result;
+  for (const auto& [name, code] : names) result[name] = code;
+  return result;
+}
+
+Slice slice(const replayssm_section& section) { return {section.offset, section.bytes}; }
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  // torch keeps its operators, and through them these functions, until the process ends: no leak.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(
+      [](const std::exception_ptr& p, void*) {
+        try {
+          std::rethrow_exception(p);
+        } catch (const InvalidArgument& e) {
+          PyErr_SetString(PyExc_ValueError, e.what());
+        } catch (const Unsupported& e) {
+          PyErr_SetString(PyExc_NotImplementedError, e.what());
+        }
+      },
+      nullptr);
+
+  m.attr("HOST") = kHost;
+  m.attr("LAYOUT_VERSION") = REPLAYSSM_LAYOUT_VERSION;
+  m.attr("STEPPED") = static_cast<int>(REPLAYSSM_STEPPED);
+  m.attr("FOLDED") = static_cast<int>(REPLAYSSM_FOLDED);
+  m.attr("SLOT_OPEN") = static_cast<int>(REPLAYSSM_SLOT_OPEN);
+  m.attr("SLOT_INVALID") = static_cast<int>(REPLAYSSM_SLOT_INVALID);
+  m.attr("SLOT_RESTORING") = static_cast<int>(REPLAYSSM_SLOT_RESTORING);
+  m.attr("NUM_COUNTERS") = static_cast<int>(REPLAYSSM_NUM_COUNTERS);
+  m.attr("CURSOR_BYTES") = sizeof(replayssm_cursor);
+  m.attr("ERROR_BYTES") = sizeof(replayssm_error);
+  m.attr("DTYPES") = codes({{"fp32", REPLAYSSM_FP32}, {"bf16", REPLAYSSM_BF16}, {"fp16", REPLAYSSM_FP16}});
+  m.attr("CHECKPOINT_FORMATS") = codes({{"fp32", REPLAYSSM_CHECKPOINT_FP32},
+                                        {"bf16", REPLAYSSM_CHECKPOINT_BF16},
+                                        {"fp16", REPLAYSSM_CHECKPOINT_FP16},
+                                        {"fp16_sr", REPLAYSSM_CHECKPOINT_FP16_SR},
+                                        {"fp8_sr", REPLAYSSM_CHECKPOINT_FP8_SR},
+                                        {"nvfp4", REPLAYSSM_CHECKPOINT_NVFP4}});
+  m.attr("READ_COPY_FORMATS") = codes(
+      {{"none", REPLAYSSM_READ_COPY_NONE}, {"fp8", REPLAYSSM_READ_COPY_FP8}, {"nvfp4", REPLAYSSM_READ_COPY_NVFP4}});
+  m.attr("COUNTERS") = codes({{"tokens", REPLAYSSM_COUNT_TOKENS},
+                              {"flushes", REPLAYSSM_COUNT_FLUSHES},
+                              {"state_reads", REPLAYSSM_COUNT_STATE_READS},
+                              {"state_writes", REPLAYSSM_COUNT_STATE_WRITES},
+                              {"record_reads", REPLAYSSM_COUNT_RECORD_READS},
+                              {"record_writes", REPLAYSSM_COUNT_RECORD_WRITES}});
+
+  m.def("version", &replayssm_version);
+  m.def("has_cuda", [] { return replayssm_has_cuda() != 0; });
+  m.def("cuda_architectures", &replayssm_cuda_architectures);
+  m.def("load_kernels", [] { check(replayssm_load_kernels()); });
+  m.def("plan_bytes", &replayssm_plan_bytes, nb::arg("rows"));
+  m.def("describe", &describe, nb::arg("code"), nb::arg("row"), nb::arg("given"), nb::arg("expected"));
+
+  nb::class_<replayssm_geometry>(m, "Geometry")
+      .def(
+          "__init__",
+          [](replayssm_geometry* self, int32_t num_heads, int32_t head_dim, int32_t num_groups, int32_t state_dim,
+             int32_t conv_kernel) {
+            const replayssm_geometry geometry = {num_heads, head_dim, num_groups, state_dim, conv_kernel};
+            const replayssm_config any = {1, 1, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_FP32, 0};
+            replayssm_layout layout;
+            check(replayssm_layout_init(&geometry, &any, &layout));
+            new (self) replayssm_geometry(geometry);
+          },
+          nb::arg("num_heads"), nb::arg("head_dim"), nb::arg("num_groups"), nb::arg("state_dim"),
+          nb::arg("conv_kernel"));
+
+  nb::class_<replayssm_config>(m, "Config")
+      .def(
+          "__init__",
+          [](replayssm_config* self, int32_t window, int32_t max_step_tokens, int32_t checkpoint, int32_t read_copy,
+             int32_t activation, uint64_t seed) {
+            const replayssm_config config = {window, max_step_tokens, checkpoint, read_copy, activation, seed};
+            const replayssm_geometry any = {1, 64, 1, 128, 4};
+            replayssm_layout layout;
+            check(replayssm_layout_init(&any, &config, &layout));
+            new (self) replayssm_config(config);
+          },
+          nb::arg("window"), nb::arg("max_step_tokens"), nb::arg("checkpoint"), nb::arg("read_copy"),
+          nb::arg("activation"), nb::arg("seed"));
+
+  nb::class_<replayssm_layout>(m, "Layout")
+      .def(
+          "__init__",
+          [](replayssm_layout* self, const replayssm_geometry& geometry, const replayssm_config& config) {
+            replayssm_layout layout;
+            check(replayssm_layout_init(&geometry, &config, &layout));
+            new (self) replayssm_layout(layout);
+          },
+          nb::arg("geometry"), nb::arg("config"))
+      .def_ro("version", &replayssm_layout::version)
+      .def_ro("ring_rows", &replayssm_layout::ring_rows)
+      .def_ro("conv_rows", &replayssm_layout::conv_rows)
+      .def_ro("conv_channels", &replayssm_layout::conv_channels)
+      .def_ro("slot_stride", &replayssm_layout::slot_stride)
+      .def_prop_ro("checkpoint", [](const replayssm_layout& l) { return slice(l.checkpoint); })
+      .def_prop_ro("read_copy", [](const replayssm_layout& l) { return slice(l.read_copy); })
+      .def_prop_ro("x_ring", [](const replayssm_layout& l) { return slice(l.x_ring); })
+      .def_prop_ro("b_ring", [](const replayssm_layout& l) { return slice(l.b_ring); })
+      .def_prop_ro("delta_ring", [](const replayssm_layout& l) { return slice(l.delta_ring); })
+      .def_prop_ro("conv_ring", [](const replayssm_layout& l) { return slice(l.conv_ring); });
+
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Spec>(m, "Spec")
+      .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t>(), nb::arg("geometry"),
+           nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"))
+      .def_ro_static("error_offset", &Spec::kErrorOffset)
+      .def_ro_static("counters_offset", &Spec::kCountersOffset)
+      .def_ro_static("cursors_offset", &Spec::kCursorsOffset)
+      .def_prop_ro("table_bytes", &Spec::table_bytes)
+      .def("reset", &Spec::reset, unlocked)
+      .def("plan", &Spec::plan, unlocked)
+      .def("commit", &Spec::commit, unlocked)
+      .def("abandon", &Spec::abandon, unlocked)
+      .def("conv_step", &Spec::conv_step, unlocked)
+      .def("flush", &Spec::flush, unlocked)
+      .def("step", &Spec::run<Spec::Scan::kStep>, unlocked)
+      .def("step_flushed", &Spec::run<Spec::Scan::kStepFlushed>, unlocked)
+      .def("prefill", &Spec::run<Spec::Scan::kPrefill>, unlocked)
+      .def("conventional_step", &Spec::run<Spec::Scan::kConventional>, unlocked)
+      .def("materialize", &Spec::materialize, unlocked)
+      .def("restore", &Spec::restore, unlocked)
+      .def("copy", &Spec::copy, unlocked);
+}

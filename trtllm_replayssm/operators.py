@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch operators `torch.ops.trtllm_replayssm.*` over libreplayssm.
+
+Each takes tensors and plain values only, declares what it mutates and returns nothing, so that torch.compile can trace
+it. `spec` is the text of a pool's sizes and formats (`pool_spec`): a value, not a handle, so that a traced graph means
+the same in another process. `table` holds error word, counters and cursors of a pool, `data` its slots.
+"""
+
+from dataclasses import astuple
+from functools import cache, wraps
+
+import torch
+
+from . import _core
+from .config import ReplayConfig
+from .geometry import MambaGeometry
+
+ACTIVATIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_CODES = {ACTIVATIONS[name]: code for name, code in _core.DTYPES.items()}
+
+_POOL = "Tensor(a!) table, Tensor(b!) data, str spec"
+_LAYER = f"{_POOL}, int layer, Tensor plan, int rows"
+_SCAN = (
+    f"{_LAYER}, Tensor x, Tensor B, Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, "
+    "float dt_min, float dt_max, int max_count"
+)
+SCHEMAS = {
+    "reset": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
+    "plan": "Tensor(a!) table, str spec, Tensor slots, Tensor? counts, int uniform_count, int rows, Tensor(b!) plan",
+    "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
+    "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
+    "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
+    "flush": f"{_LAYER}, Tensor A_log",
+    "step": f"{_SCAN}, bool flushed",
+    "prefill": _SCAN,
+    "conventional_step": _SCAN,
+    "materialize": "Tensor(a!) table, Tensor data, str spec, int layer, Tensor slots, Tensor? A_log, Tensor(b!) state, "
+    "Tensor(c!) conv_tail",
+    "restore": f"{_POOL}, int layer, Tensor slots, Tensor state, Tensor conv_tail",
+    "copy": f"{_POOL}, Tensor src, Tensor dst",
+}
+
+
+def pool_spec(geometry: MambaGeometry, config: ReplayConfig, num_slots: int, num_layers: int) -> str:
+    """The text that names a kind of pool: geometry | config | slots, layers, in the order of their fields."""
+    return " ".join(str(value) for value in (*astuple(geometry), *astuple(config), num_slots, num_layers))
+
+
+@cache
+def core_spec(spec: str) -> "_core.Spec":
+    """The C side of a pool's text."""
+    fields = spec.split()
+    window, max_step_tokens, checkpoint, read_copy, activation, seed = fields[5:11]
+    config = _core.Config(
+        int(window),
+        int(max_step_tokens),
+        _core.CHECKPOINT_FORMATS[checkpoint],
+        _core.READ_COPY_FORMATS[read_copy],
+        _core.DTYPES[activation],
+        int(seed),
+    )
+    return _core.Spec(_core.Geometry(*map(int, fields[:5])), config, *map(int, fields[11:]))
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else _core.HOST
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _address_dtype(tensor: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPE_CODES[tensor.dtype])
+
+
+def reset(table, spec, slots, streams):
+    core_spec(spec).reset(_stream(table), table.data_ptr(), slots.data_ptr(), streams.data_ptr(), slots.numel())
+
+
+def plan(table, spec, slots, counts, uniform_count, rows, plan):
+    core_spec(spec).plan(
+        _stream(table), table.data_ptr(), slots.data_ptr(), _address(counts), uniform_count, rows, plan.data_ptr()
+    )
+
+
+def commit(table, spec, plan, rows, accepted, use):
+    core_spec(spec).commit(_stream(table), table.data_ptr(), plan.data_ptr(), rows, _address(accepted), use)
+
+
+def abandon(table, spec, plan, rows, use):
+    core_spec(spec).abandon(_stream(table), table.data_ptr(), plan.data_ptr(), rows, use)
+
+
+def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_count):
+    if out.numel() and out.data_ptr() == xBC.data_ptr():
+        raise ValueError("out: expected a tensor that does not overlap xBC, got the same memory")
+    core_spec(spec).conv_step(
+        _stream(table),
+        table.data_ptr(),
+        data.data_ptr(),
+        layer,
+        plan.data_ptr(),
+        rows,
+        xBC.data_ptr(),
+        xBC.stride(0),
+        *_address_dtype(weight),
+        *_address_dtype(bias),
+        out.data_ptr(),
+        out.stride(0),
+        xBC.shape[0],
+        max_count,
+    )
+
+
+def flush(table, data, spec, layer, plan, rows, A_log):
+    core_spec(spec).flush(
+        _stream(table), table.data_ptr(), data.data_ptr(), layer, plan.data_ptr(), rows, *_address_dtype(A_log)
+    )
+
+
+def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count):
+    run(
+        _stream(table),
+        table.data_ptr(),
+        data.data_ptr(),
+        layer,
+        plan.data_ptr(),
+        rows,
+        x.data_ptr(),
+        *x.stride()[:2],
+        B.data_ptr(),
+        *B.stride()[:2],
+        C.data_ptr(),
+        *C.stride()[:2],
+        *_address_dtype(dt),
+        *dt.stride(),
+        *_address_dtype(A_log),
+        *_address_dtype(D),
+        *_address_dtype(dt_bias),
+        out.data_ptr(),
+        *out.stride()[:2],
+        dt_min,
+        dt_max,
+        x.shape[0],
+        max_count,
+    )
+
+
+def step(table, data, spec, *arguments):
+    *arguments, flushed = arguments
+    core = core_spec(spec)
+    _scan(core.step_flushed if flushed else core.step, table, data, *arguments)
+
+
+def prefill(table, data, spec, *arguments):
+    _scan(core_spec(spec).prefill, table, data, *arguments)
+
+
+def conventional_step(table, data, spec, *arguments):
+    _scan(core_spec(spec).conventional_step, table, data, *arguments)
+
+
+def materialize(table, data, spec, layer, slots, A_log, state, conv_tail):
+    core_spec(spec).materialize(
+        _stream(table),
+        table.data_ptr(),
+        data.data_ptr(),
+        layer,
+        slots.data_ptr(),
+        slots.numel(),
+        *_address_dtype(A_log),
+        state.data_ptr(),
+        conv_tail.data_ptr(),
+    )
+
+
+def restore(table, data, spec, layer, slots, state, conv_tail):
+    core_spec(spec).restore(
+        _stream(table),
+        table.data_ptr(),
+        data.data_ptr(),
+        layer,
+        slots.data_ptr(),
+        slots.numel(),
+        state.data_ptr(),
+        conv_tail.data_ptr(),
+    )
+
+
+def copy(table, data, spec, src, dst):
+    core_spec(spec).copy(_stream(table), table.data_ptr(), data.data_ptr(), src.data_ptr(), dst.data_ptr(), src.numel())
+
+
+def _on_its_device(op):
+    """`op` with the CUDA device of its table as the current one: a stream takes launches from its own device only."""
+
+    @wraps(op)
+    def run(table, *arguments):
+        if torch.cuda.current_device() == table.device.index:
+            op(table, *arguments)
+        else:
+            with torch.cuda.device(table.device):
+                op(table, *arguments)
+
+    return run
+
+
+def _no_output(*arguments):
+    """The fake kernel of every operator: they only mutate."""
+
+
+_library = torch.library.Library("trtllm_replayssm", "DEF")
+for _name, _arguments in SCHEMAS.items():
+    _library.define(f"{_name}({_arguments}) -> ()")
+    _library.impl(_name, globals()[_name], "CPU")
+    _library.impl(_name, _on_its_device(globals()[_name]), "CUDA")
+    torch.library.register_fake(f"trtllm_replayssm::{_name}", _no_output, lib=_library)

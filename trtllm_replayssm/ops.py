@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of a layer over a pool and a plan.
+
+Tokens are packed: those of plan row 0 first, then row 1, …; padded rows (slot -1) take part in the packing, are neither
+read nor written, and are zero in an output that the op allocates. All ops are asynchronous on CUDA, synchronise nothing
+and can be captured in a CUDA graph; with `out` given they allocate nothing.
+
+Wrong shapes, dtypes, devices and strides raise ValueError or TypeError before anything is written. Bad values raise
+ValueError at once on the CPU; on CUDA the row touches nothing and `pool.validate()` raises (see StatePool).
+"""
+
+from math import inf
+
+import torch
+
+from .operators import ACTIVATIONS, DTYPE_CODES
+from .plan import FOLDED, STEPPED, Plan
+from .pool import StatePool
+
+_ops = torch.ops.trtllm_replayssm
+_FLOATS = frozenset(DTYPE_CODES)
+_STRIDED, _ROWS, _WHOLE = range(3)
+
+
+def conv_step(
+    pool: StatePool,
+    layer: int,
+    plan: Plan,
+    xBC: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal depthwise convolution and SiLU over the new tokens of each row, continuing from its slot's raw inputs.
+
+    out[t, c] = silu(bias[c] + sum_k weight[c, k] * xBC[t - (K-1) + k, c]); inputs before a sequence's first token are
+    0. Keeps the raw inputs, so that rejected tokens need no undoing.
+
+    Args:
+        pool: the pool.
+        layer: 0..num_layers-1.
+        plan: an outstanding plan of the pool.
+        xBC: activation dtype [num_tokens, conv_channels], raw inputs in the order x | B | C; rows may be strided.
+        weight: fp32, bf16 or fp16 [conv_channels, K], contiguous (Hugging Face's [conv_channels, 1, K] squeezed).
+        bias: fp32, bf16 or fp16 [conv_channels], or None.
+        out: like `xBC`, not overlapping it; allocated if None.
+
+    Returns:
+        `out`, [num_tokens, conv_channels].
+    """
+    _require_plan(pool, layer, plan)
+    channels, taps = pool.geometry.conv_channels, pool.geometry.conv_kernel
+    num_tokens = _num_tokens(plan, "xBC", xBC)
+    _require(pool, "xBC", xBC, (num_tokens, channels), pool.activations, _ROWS)
+    _require(pool, "weight", weight, (channels, taps), _FLOATS, _WHOLE)
+    if bias is not None:
+        _require(pool, "bias", bias, (channels,), _FLOATS, _WHOLE)
+    out = _output(pool, out, (num_tokens, channels))
+    call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
+    _ops.conv_step(*call, xBC, weight, bias, out, _bound(plan, num_tokens))
+    return out
+
+
+def step(
+    pool: StatePool,
+    layer: int,
+    plan: Plan,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs of 1..max_step_tokens new tokens a row from checkpoint and records; appends their records.
+
+    Rows whose window is full are flushed first. No state is formed and none is written otherwise:
+    y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s, the output of
+    S_t = exp(A delta_t) S_{t-1} + delta_t x_t (outer) B_t, y_t = S_t C_t + D x_t,
+    delta_t = clamp(softplus(dt_t + dt_bias), *dt_limit), A = -exp(A_log).
+
+    Args:
+        pool: the pool.
+        layer: 0..num_layers-1.
+        plan: an outstanding plan of the pool that no folding op consumed.
+        x: activation dtype [num_tokens, H, P], after convolution and SiLU.
+        B: activation dtype [num_tokens, G, N].
+        C: activation dtype [num_tokens, G, N]. x, B and C may be slices of one tensor: only their last dimension must
+            be contiguous.
+        dt: fp32, bf16 or fp16 [num_tokens, H], raw; any strides.
+        A_log: fp32, bf16 or fp16 [H]. The pool remembers it for `materialize`.
+        D: fp32, bf16 or fp16 [H], or None: no skip connection.
+        dt_bias: fp32, bf16 or fp16 [H], or None: zero.
+        dt_limit: the checkpoint's `time_step_limit`, the only clamp of delta.
+        out: activation dtype [num_tokens, H, P]; allocated if None.
+
+    Returns:
+        `out`, [num_tokens, H, P].
+
+    Raises:
+        ValueError: among others, a row of more than max_step_tokens tokens.
+    """
+    limit = pool.config.max_step_tokens
+    if plan.max_count is not None and plan.max_count > limit:
+        row = plan.counts.index(plan.max_count)
+        raise ValueError(
+            f"plan: expected at most max_step_tokens = {limit} tokens a row, got {plan.max_count} in row {row}; "
+            "use ops.prefill for longer chunks"
+        )
+    arguments = _scan_arguments(pool, layer, plan, STEPPED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
+    _ops.step(*arguments, min(_bound(plan, limit), limit), False)
+    return arguments[-3]
+
+
+def prefill(
+    pool: StatePool,
+    layer: int,
+    plan: Plan,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs of prompt chunks of any length, and the state after them, written to the checkpoint.
+
+    Continues each slot from checkpoint and records; afterwards the slot has no records. Its tokens can't be rejected:
+    commit takes all of them. Arguments, result and formulas as for `step`.
+    """
+    arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
+    _ops.prefill(*arguments, _bound(plan, x.shape[0]))
+    return arguments[-3]
+
+
+def conventional_step(
+    pool: StatePool,
+    layer: int,
+    plan: Plan,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The classical decode kernel, the baseline: reads the state, updates it by each token, writes it back.
+
+    For slots that never hold records, so not to be mixed with `step` on one sequence. Arguments and result as for
+    `step`; all tokens are committed.
+
+    Raises:
+        ValueError: among others, a slot that holds records.
+    """
+    arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
+    _ops.conventional_step(*arguments, _bound(plan, x.shape[0]))
+    return arguments[-3]
+
+
+def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_limit, out) -> tuple:
+    """The checked arguments of a scan operator, up to dt_max; `out` is the third from the end."""
+    _require_plan(pool, layer, plan)
+    geometry = pool.geometry
+    num_tokens = _num_tokens(plan, "x", x)
+    heads = (geometry.num_heads,)
+    head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
+    group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
+    _require(pool, "x", x, head_rows, pool.activations, _ROWS)
+    _require(pool, "B", B, group_rows, pool.activations, _ROWS)
+    _require(pool, "C", C, group_rows, pool.activations, _ROWS)
+    _require(pool, "dt", dt, head_rows[:2], _FLOATS, _STRIDED)
+    _require(pool, "A_log", A_log, heads, _FLOATS, _WHOLE)
+    if D is not None:
+        _require(pool, "D", D, heads, _FLOATS, _WHOLE)
+    if dt_bias is not None:
+        _require(pool, "dt_bias", dt_bias, heads, _FLOATS, _WHOLE)
+    low, high = dt_limit
+    if not 0.0 <= low <= high:
+        raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {tuple(dt_limit)}")
+    out = _output(pool, out, head_rows)
+    plan.require_use(use)
+    pool.decay[layer] = A_log
+    call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
+    return (*call, x, B, C, dt, A_log, D, dt_bias, out, low, high)
+
+
+def _require_plan(pool: StatePool, layer: int, plan: Plan):
+    if not 0 <= layer < pool.num_layers:
+        raise ValueError(f"layer: expected 0..{pool.num_layers - 1} of {pool.num_layers} layers, got {layer}")
+    plan.require_open(pool)
+
+
+def _num_tokens(plan: Plan, name: str, tensor: torch.Tensor) -> int:
+    """Rows of the packed tensors: what the plan says, or, if only the device knows the counts, those of `tensor`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if plan.num_tokens is not None:
+        return plan.num_tokens
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def _bound(plan: Plan, otherwise: int) -> int:
+    return otherwise if plan.max_count is None else plan.max_count
+
+
+def _require(pool: StatePool, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int):
+    """Raises unless `tensor` lies on the pool's device with this shape and one of the dtypes.
+
+    dense: _STRIDED: any strides; _ROWS: the last dimension is contiguous; _WHOLE: all are.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in ACTIVATIONS.values() if dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.device != pool.device:
+        raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")
+    if dense == _ROWS and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
+    if dense == _WHOLE and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def _output(pool: StatePool, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """`out`, checked, or a new tensor of zeros: rows that the op does not write are then defined."""
+    if out is None:
+        return torch.zeros(shape, dtype=pool.activation, device=pool.device)
+    _require(pool, "out", out, shape, pool.activations, _ROWS)
+    extent = 1
+    for size, stride in zip(reversed(shape), reversed(out.stride()), strict=True):
+        if size > 1 and stride < extent:
+            raise ValueError(f"out: expected elements that do not overlap, got strides {out.stride()} of shape {shape}")
+        extent += (size - 1) * stride
+    return out

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step does: which slots, how many tokens each, which rows flush."""
+
+import torch
+
+from . import _core
+
+STEPPED, FOLDED = "stepped", "folded"
+USE_CODES = {STEPPED: _core.STEPPED, FOLDED: _core.FOLDED}
+
+
+class Plan:
+    """The plan of one step, made by `StatePool.plan` and ended by `commit` or `abandon`.
+
+    Attributes:
+        pool: the pool that made it.
+        rows: number of rows, padded ones included.
+        buffer: uint8 on the pool's device: what the layer ops read. Its address lasts as long as the plan object, so
+            that a CUDA graph can hold it; `pool.plan(..., out=plan)` plans the next step into it.
+        counts: tokens of each row where the host knows them, else None.
+        num_tokens: their sum, rows of the packed token tensors; None where `counts` is.
+        max_count: the largest of them; None where `counts` is.
+        use: what consumes the plan: "stepped" (ops.step), "folded" (ops.prefill, ops.conventional_step), or None before
+            the first of these. It stays when the plan is reused through `out=`: a captured graph repeats the same ops.
+        open: planned and neither committed nor abandoned.
+    """
+
+    __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "open")
+
+    def __init__(self, pool, rows: int):
+        self.pool = pool
+        self.rows = rows
+        self.buffer = torch.empty(_core.plan_bytes(rows), dtype=torch.uint8, device=pool.device)
+        self.counts: list[int] | None = None
+        self.num_tokens: int | None = None
+        self.max_count: int | None = None
+        self.use: str | None = None
+        self.open = False
+
+    def set_counts(self, counts: list[int] | None):
+        """Records the token counts of a new step: one int a row, or None if only the device knows them."""
+        self.counts = counts
+        self.num_tokens = None if counts is None else sum(counts)
+        self.max_count = None if counts is None else max(counts, default=0)
+
+    def require_open(self, pool):
+        """ValueError unless this is an outstanding plan of `pool`."""
+        if self.pool is not pool:
+            raise ValueError("plan: expected a plan of this pool, got one of another pool")
+        if not self.open:
+            raise ValueError("plan: expected an outstanding plan, got one that was committed, abandoned or never made")
+
+    def require_use(self, use: str):
+        """Notes what consumes the plan; ValueError if something else already does."""
+        if self.use is None:
+            self.use = use
+        elif self.use != use:
+            raise ValueError(f"plan: expected one that is not {self.use} yet, got one for an op of {use} plans")

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of all sequences: slots, cursors, and what moves them."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from . import _core, snapshot
+from .config import ReplayConfig
+from .geometry import MambaGeometry, int32_field
+from .layout import SlotLayout
+from .operators import ACTIVATIONS, DTYPE_CODES, core_spec, pool_spec
+from .plan import FOLDED, STEPPED, USE_CODES, Plan
+from .rows import device_rows, distinct_slots, host_rows, upload
+
+_ops = torch.ops.trtllm_replayssm
+_INT32_MAX = 2**31 - 1
+
+
+class Cursors(NamedTuple):
+    """Where slots stand; each int64 [rows] on the CPU."""
+
+    tokens: torch.Tensor  # committed tokens since the reset
+    stream: torch.Tensor  # the sequence's identity (the bits of a uint64)
+    writes: torch.Tensor  # how often the checkpoint was written
+    history: torch.Tensor  # committed tokens whose records are not in the checkpoint
+    flags: torch.Tensor  # 1: a plan is outstanding, 2: abandoned, 4: half restored
+
+
+class StatePool:
+    """`num_slots` slots in each of `num_layers` Mamba-2 layers, and their cursors.
+
+    A life of a slot: `reset`, then for prompt chunks and steps `plan`, per layer `ops.conv_step` and `ops.prefill` or
+    `ops.step`, and `commit`.
+
+    Slots, counts and accepted numbers may be ints and lists, checked at once, or int32 tensors on the pool's device,
+    used as they are. A bad value in a CUDA tensor can't raise without a synchronisation: its row touches nothing, and
+    `validate()` or `commit(check=True)` raises what went wrong first. On the CPU every error raises at once, and the
+    pool is untouched.
+
+    Args:
+        geometry: sizes of a layer.
+        config: window and formats.
+        num_slots: at least 1.
+        num_layers: 0 or more; a pool of 0 layers has cursors only.
+        device: "cpu" or a CUDA device.
+
+    Attributes:
+        layout: SlotLayout of a slot.
+        data: uint8 [num_layers, num_slots, layout.slot_stride], the slots.
+        table: uint8, the error word, counters, cursors and restore marks.
+        decay: per layer, the A_log that a layer op was last given, or None.
+    """
+
+    def __init__(
+        self,
+        geometry: MambaGeometry,
+        config: ReplayConfig,
+        num_slots: int,
+        num_layers: int,
+        device: torch.device | str = "cpu",
+    ):
+        num_slots = int32_field("num_slots", num_slots)
+        num_layers = int32_field("num_layers", num_layers)
+        if num_slots < 1:
+            raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
+        if num_layers < 0:
+            raise ValueError(f"num_layers: expected 0 or more, got {num_layers}")
+        device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: expected cpu or cuda, got {device}")
+        if device.type == "cuda" and not _core.has_cuda():
+            raise NotImplementedError("device: this build has CPU ops only; install where nvcc is found for CUDA ops")
+        self.geometry = geometry
+        self.config = config
+        self.num_slots = num_slots
+        self.num_layers = num_layers
+        self.layout = SlotLayout(geometry, config)
+        self.activation = ACTIVATIONS[config.activation]
+        self.activations = frozenset({self.activation})
+        self.spec = pool_spec(geometry, config, num_slots, num_layers)
+        self._core = core_spec(self.spec)
+        self.data = torch.zeros((num_layers, num_slots, self.layout.slot_stride), dtype=torch.uint8, device=device)
+        self.table = torch.zeros(self._core.table_bytes, dtype=torch.uint8, device=device)
+        self.device = self.data.device
+        self.decay: list[torch.Tensor | None] = [None] * num_layers
+        self._next_stream = 0
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                _core.load_kernels()
+
+    # ---- once a step ----
+
+    def reset(self, slots, streams=None):
+        """Empties slots, whatever their state; their memory is not touched, and nothing of it is read again.
+
+        Args:
+            slots: ints or int32 [rows]; -1 is skipped.
+            streams: ids of the sequences, ints 0..2**64-1 or int64 [rows], the key of stochastic rounding. None: the
+                next numbers of a counter of this pool.
+        """
+        slots = self._slots("slots", slots, padding=True)
+        rows = slots.numel()
+        if streams is None:
+            streams = torch.arange(self._next_stream, self._next_stream + rows, dtype=torch.int64, device=self.device)
+            self._next_stream += rows
+        elif isinstance(streams, torch.Tensor):
+            streams = device_rows("streams", streams, self.device, torch.int64)
+        else:
+            streams = host_rows("streams", streams, 0, 2**64 - 1)
+            signed = [stream - 2**64 if stream >= 2**63 else stream for stream in streams]
+            streams = upload("streams", signed, self.device, torch.int64)
+        _require_rows("streams", streams.numel(), rows)
+        _ops.reset(self.table, self.spec, slots, streams)
+
+    def plan(self, slots, tokens_per_row=1, out: Plan | None = None) -> Plan:
+        """Plans a step of all layers: snapshots the slots' cursors, decides which rows flush, and opens the slots.
+
+        Args:
+            slots: ints or int32 [rows], distinct, -1 = padded row.
+            tokens_per_row: new tokens of each row, 0 or more: an int for all, ints, or int32 [rows].
+            out: a plan of as many rows, committed or abandoned, to reuse; its buffer keeps its address.
+
+        Returns:
+            `out`, or a new plan.
+
+        Raises:
+            ValueError: an open, abandoned or half restored slot, a slot named twice or out of range, a negative count.
+        """
+        slots = self._slots("slots", slots, padding=True)
+        rows = slots.numel()
+        counts, uniform = None, 0
+        if isinstance(tokens_per_row, torch.Tensor):
+            counts = device_rows("tokens_per_row", tokens_per_row, self.device)
+            known = None if counts.is_cuda else counts.tolist()
+        else:
+            known = host_rows("tokens_per_row", tokens_per_row, 0, _INT32_MAX)
+            if not isinstance(tokens_per_row, Iterable):
+                uniform = known[0]
+                known = known * rows
+            elif known and min(known) == max(known):
+                uniform = known[0]
+            else:
+                counts = upload("tokens_per_row", known, self.device)
+        if counts is not None:
+            _require_rows("tokens_per_row", counts.numel(), rows)
+        elif known is not None:
+            _require_rows("tokens_per_row", len(known), rows)
+        if known is not None and sum(known) > _INT32_MAX:
+            raise ValueError(f"tokens_per_row: expected at most {_INT32_MAX} tokens in all, got {sum(known)}")
+        if out is None:
+            out = Plan(self, rows)
+        elif out.pool is not self or out.rows != rows:
+            raise ValueError(f"out: expected a plan of this pool with {rows} rows, got one of {out.rows} rows")
+        elif out.open:
+            raise ValueError("out: expected a plan that was committed or abandoned, got an outstanding one")
+        _ops.plan(self.table, self.spec, slots, counts, uniform, rows, out.buffer)
+        out.set_counts(known)
+        out.open = True
+        return out
+
+    def commit(self, plan: Plan, accepted=None, check: bool = False):
+        """Ends a plan: the first `accepted` tokens of each row become part of its sequence, the others never were.
+
+        Args:
+            plan: outstanding, and consumed by `ops.step`, `ops.prefill` or `ops.conventional_step` in every layer.
+            accepted: ints or int32 [rows], 0 <= accepted <= tokens of the row; entries of padded rows are ignored.
+                None: all tokens. Tokens of prefill and conventional_step are in the state: all must be accepted.
+            check: synchronise and raise what the error word holds, as `validate` does.
+        """
+        plan.require_open(self)
+        use = plan.use
+        if use is None:
+            if self.num_layers:
+                raise ValueError("plan: expected one that ops.step or ops.prefill consumed, got one that none did")
+            use = FOLDED if accepted is None else STEPPED
+        if isinstance(accepted, torch.Tensor):
+            accepted = device_rows("accepted", accepted, self.device)
+        elif accepted is not None:
+            accepted = self._accepted(plan, accepted)
+        if accepted is not None:
+            _require_rows("accepted", accepted.numel(), plan.rows)
+        _ops.commit(self.table, self.spec, plan.buffer, plan.rows, accepted, USE_CODES[use])
+        plan.open = False
+        if check:
+            self.validate()
+
+    def abandon(self, plan: Plan):
+        """Ends a plan with nothing committed.
+
+        Slots whose checkpoint its ops may have written (those it flagged to flush, and all after prefill) are invalid
+        until they are reset, loaded or restored; the others continue as if the plan had never been.
+        """
+        plan.require_open(self)
+        _ops.abandon(self.table, self.spec, plan.buffer, plan.rows, USE_CODES[plan.use or STEPPED])
+        plan.open = False
+
+    # ---- on demand ----
+
+    def materialize(self, layer: int, slots, A_log: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """State and convolution inputs of a layer after the committed tokens. Disturbs nothing.
+
+        Args:
+            layer: 0..num_layers-1.
+            slots: ints or int32 [rows], closed; -1 gives zeros.
+            A_log: fp32, bf16 or fp16 [H]. None: the one that a layer op was last given for this layer.
+
+        Returns:
+            state, fp32 [rows, H, P, N], and conv_tail, fp32 [rows, K-1, conv_channels]: the last raw inputs, oldest
+            first (0 before the sequence's first token).
+
+        Raises:
+            ValueError: among others, a slot with records while no A_log is known.
+        """
+        self._require_layer(layer)
+        slots = self._slots("slots", slots, padding=True)
+        if A_log is None:
+            A_log = self.decay[layer]
+        else:
+            self._require_floats("A_log", A_log, (self.geometry.num_heads,), DTYPE_CODES)
+        state_shape, tail_shape = self._state_shapes(slots.numel())
+        state = torch.zeros(state_shape, dtype=torch.float32, device=self.device)
+        conv_tail = torch.zeros(tail_shape, dtype=torch.float32, device=self.device)
+        _ops.materialize(self.table, self.data, self.spec, layer, slots, A_log, state, conv_tail)
+        return state, conv_tail
+
+    def restore(self, layer: int, slots, state: torch.Tensor, conv_tail: torch.Tensor):
+        """The inverse of `materialize`, a layer at a time. A slot can be planned again when every layer was restored.
+
+        Its stream stays; its token count starts anew (at K-1).
+
+        Args:
+            layer: 0..num_layers-1.
+            slots: ints or int32 [rows], closed, distinct; -1 is skipped.
+            state: fp32 [rows, H, P, N], contiguous.
+            conv_tail: fp32 [rows, K-1, conv_channels], contiguous, oldest first.
+        """
+        self._require_layer(layer)
+        slots = self._slots("slots", slots, padding=True)
+        state_shape, tail_shape = self._state_shapes(slots.numel())
+        self._require_floats("state", state, state_shape, (torch.float32,))
+        self._require_floats("conv_tail", conv_tail, tail_shape, (torch.float32,))
+        _ops.restore(self.table, self.data, self.spec, layer, slots, state, conv_tail)
+
+    def copy(self, src_slots, dst_slots):
+        """Copies whole slots, all layers and cursors: the copy continues bit for bit like its source.
+
+        Args:
+            src_slots: ints or int32 [rows], closed and valid.
+            dst_slots: ints or int32 [rows], closed, distinct, no sources.
+        """
+        src = self._slots("src_slots", src_slots, padding=False, distinct=False)
+        dst = self._slots("dst_slots", dst_slots, padding=False)
+        _require_rows("dst_slots", dst.numel(), src.numel())
+        _ops.copy(self.table, self.data, self.spec, src, dst)
+
+    def save(self, slots) -> torch.Tensor:
+        """Whole slots as bytes, self-describing. Synchronises.
+
+        Args:
+            slots: ints or an int tensor [rows], closed and valid.
+
+        Returns:
+            uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config and layers, in
+            any process, the sequences continue bit for bit.
+        """
+        rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
+        picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        cursors = self._cursors.index_select(0, picked).cpu()
+        for slot, flags in zip(rows, (cursors[:, 3] >> 32).tolist(), strict=True):
+            if flags:
+                raise ValueError(f"slots: expected closed, valid slots, got slot {slot} {_flag_text(flags)}")
+        blob, parts = snapshot.allocate(self.layout, self.num_layers, len(rows))
+        parts.cursors.copy_(cursors.view(torch.uint8))
+        for layer in range(self.num_layers):
+            parts.data[layer].copy_(self.data[layer].index_select(0, picked))
+        return blob
+
+    def load(self, slots, blob: torch.Tensor):
+        """Puts saved slots back. Synchronises.
+
+        Args:
+            slots: ints or an int tensor [rows], closed; one for each saved slot.
+            blob: what `save` gave.
+
+        Raises:
+            ValueError: what differs between the blob and this pool, before the pool is touched.
+        """
+        rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
+        parts = snapshot.parse(blob, self.layout, self.num_layers, len(rows))
+        cursors = parts.cursors.clone().view(torch.int64)
+        for row, (tokens, _, writes, history) in enumerate(cursors.tolist()):  # flags, the upper half of history, are 0
+            if not (0 <= history <= min(tokens, self.config.window) and writes >= 0):
+                raise ValueError(f"blob: saved slot {row} has impossible cursors: {tokens=}, {writes=}, {history=}")
+        picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        for slot, flags in zip(rows, (self._cursors.index_select(0, picked)[:, 3] >> 32).tolist(), strict=True):
+            if flags & _core.SLOT_OPEN:
+                raise ValueError(f"slots: expected closed slots, got slot {slot} {_flag_text(flags)}")
+        for layer in range(self.num_layers):
+            self.data[layer].index_copy_(0, picked, parts.data[layer].to(self.device))
+        self._cursors.index_copy_(0, picked, cursors.to(self.device))
+
+    # ---- what the device knows ----
+
+    def cursors(self, slots=None) -> Cursors:
+        """Where slots (ints or an int tensor; None: all) stand. Synchronises."""
+        rows = range(self.num_slots) if slots is None else host_rows("slots", slots, 0, self.num_slots - 1)
+        tokens, stream, writes, packed = self._cursors.cpu()[list(rows)].unbind(1)
+        return Cursors(tokens, stream, writes, packed & 0xFFFFFFFF, packed >> 32)
+
+    def validate(self):
+        """Raises ValueError with the first error that a row met on the device, and clears it. Synchronises."""
+        code, row, given_low, given_high, expected_low, expected_high, *_ = self._error.tolist()
+        if code:
+            self._error.zero_()
+            given, expected = _int64(given_low, given_high), _int64(expected_low, expected_high)
+            raise ValueError(_core.describe(code, row, given, expected))
+
+    def stats(self) -> dict[str, int]:
+        """Traffic since the pool was made, counted at commits. Synchronises.
+
+        Returns:
+            tokens and flushes (of sequences: each counts once, not once a layer); state_reads, state_writes,
+            record_reads, record_writes (whole states and records of one layer); state_bytes_read,
+            state_bytes_written, record_bytes_read, record_bytes_written (bytes of all layers).
+        """
+        values = self._counters.tolist()
+        counts = {name: values[position] for name, position in _core.COUNTERS.items()}
+        for kind, size in (
+            ("state", self.layout.sections["checkpoint"].bytes),
+            ("record", self.layout.record_bytes),
+        ):
+            counts[f"{kind}_bytes_read"] = counts[f"{kind}_reads"] * size * self.num_layers
+            counts[f"{kind}_bytes_written"] = counts[f"{kind}_writes"] * size * self.num_layers
+        return counts
+
+    # ---- views of the table ----
+
+    @property
+    def _error(self) -> torch.Tensor:
+        """int32 [8], the error struct."""
+        offset = self._core.error_offset
+        return self.table[offset : offset + _core.ERROR_BYTES].view(torch.int32)
+
+    @property
+    def _counters(self) -> torch.Tensor:
+        """int64 [NUM_COUNTERS]."""
+        offset = self._core.counters_offset
+        return self.table[offset : offset + 8 * _core.NUM_COUNTERS].view(torch.int64)
+
+    @property
+    def _cursors(self) -> torch.Tensor:
+        """int64 [num_slots, 4]: tokens, stream, writes, history | flags << 32."""
+        offset = self._core.cursors_offset
+        cursors = self.table[offset : offset + self.num_slots * _core.CURSOR_BYTES]
+        return cursors.view(self.num_slots, _core.CURSOR_BYTES).view(torch.int64)
+
+    # ---- arguments ----
+
+    def _slots(self, name: str, slots, padding: bool, distinct: bool = True) -> torch.Tensor:
+        if isinstance(slots, torch.Tensor):
+            return device_rows(name, slots, self.device)
+        rows = host_rows(name, slots, -1 if padding else 0, self.num_slots - 1)
+        return upload(name, distinct_slots(name, rows) if distinct else rows, self.device)
+
+    def _accepted(self, plan: Plan, accepted) -> torch.Tensor:
+        rows = host_rows("accepted", accepted, 0, _INT32_MAX)
+        if not isinstance(accepted, Iterable):
+            rows = rows * plan.rows
+        _require_rows("accepted", len(rows), plan.rows)
+        for row, (value, count) in enumerate(zip(rows, plan.counts or rows, strict=True)):
+            if value > count:
+                raise ValueError(f"accepted[{row}]: expected 0..{count}, the row's tokens, got {value}")
+        return upload("accepted", rows, self.device)
+
+    def _state_shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        g = self.geometry
+        return (rows, g.num_heads, g.head_dim, g.state_dim), (rows, g.conv_kernel - 1, g.conv_channels)
+
+    def _require_layer(self, layer: int):
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: expected 0..{self.num_layers - 1} of {self.num_layers} layers, got {layer}")
+
+    def _require_floats(self, name: str, tensor, shape: tuple[int, ...], dtypes):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
+            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given}")
+        if tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor of shape {shape}, got {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}"
+            )
+        if tensor.device != self.device:
+            raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
+
+
+def _require_rows(name: str, given: int, expected: int):
+    if given != expected:
+        raise ValueError(f"{name}: expected {expected} rows, got {given}")
+
+
+def _flag_text(flags: int) -> str:
+    if flags & _core.SLOT_OPEN:
+        return "with an outstanding plan"
+    return "that was abandoned" if flags & _core.SLOT_INVALID else "that is half restored"
+
+
+def _int64(low: int, high: int) -> int:
+    return (high << 32) | (low & 0xFFFFFFFF)
