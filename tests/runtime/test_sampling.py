@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: a row's token depends on its logits, its parameters and (seed, position), and on nothing else."""
+
+import pytest
+import torch
+
+from trtllm_replayssm.runtime import Engine, SamplingParams
+from trtllm_replayssm.runtime.row_tiles import RowTiles
+from trtllm_replayssm.runtime.sampler import sample, uniform
+
+from .conftest import TINY
+from .prompts import PROMPTS
+
+LOOSE = RowTiles(fixed=False)
+
+
+def draw(logits, params, positions, fixed=False):
+    return sample(logits, params, positions, RowTiles(fixed)).tolist()
+
+
+def test_uniform_numbers_are_uniform_and_repeat():
+    numbers = torch.tensor([[uniform(seed, position) for position in range(200)] for seed in range(50)])
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.01
+    assert abs(numbers.std() - 12**-0.5) < 0.01
+    for axis in (0, 1):  # neighbours along positions and along seeds are not correlated
+        a, b = numbers.narrow(axis, 0, numbers.shape[axis] - 1), numbers.narrow(axis, 1, numbers.shape[axis] - 1)
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
+    assert uniform(2**64 - 1, 10) == uniform(2**64 - 1, 10)
+
+
+def test_frequencies_follow_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]).expand(4000, 5)
+    params = [SamplingParams(temperature=0.8, seed=seed) for seed in range(4000)]
+    counts = torch.bincount(torch.tensor(draw(logits, params, [3] * 4000)), minlength=5) / 4000
+    assert (counts - (logits[0] / 0.8).softmax(-1)).abs().max() < 0.03
+
+
+def test_top_k_and_top_p_cut_the_tail():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]).expand(500, 5)
+    positions = list(range(500))
+    for knobs, allowed in (
+        ({"top_k": 1}, {2}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.4}, {2}),
+        ({"top_p": 0.7}, {1, 2}),
+        ({"top_k": 3, "top_p": 0.99}, {1, 2, 4}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+    ):
+        params = [SamplingParams(temperature=1.0, seed=3, **knobs)] * 500
+        assert set(draw(logits, params, positions)) == allowed
+
+
+def test_temperature_0_is_greedy_among_sampled_rows():
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=i % 2 * 5.0, seed=i) for i in range(6)]
+    tokens = draw(logits, params, [0] * 6)
+    assert tokens[::2] == logits.argmax(-1)[::2].tolist()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_row_does_not_depend_on_its_batch(fixed):
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, 1024, generator=random)
+    params = [SamplingParams(temperature=0.5 + 0.1 * i, top_k=i * 7, top_p=1 - 0.02 * i, seed=i) for i in range(40)]
+    positions = list(range(100, 140))
+    together = draw(logits, params, positions, fixed)
+    order = torch.randperm(40, generator=random).tolist()
+    shuffled = draw(logits[order], [params[i] for i in order], [positions[i] for i in order], fixed)
+    assert shuffled == [together[i] for i in order]
+    for i in (0, 13, 39):
+        assert draw(logits[i : i + 1], [params[i]], [positions[i]], fixed) == [together[i]]
+
+
+def test_seed_decides_the_text_and_the_batch_does_not(device):
+    engine = Engine(TINY, device=device, dtype="float32", deterministic=True, max_batch=6)
+    params = [SamplingParams(max_tokens=24, temperature=1.0, seed=seed, stop_tokens=()) for seed in (1, 2, 1)]
+    texts = engine.generate([PROMPTS[0]] * 3, params)
+    assert texts[0].tokens == texts[2].tokens != texts[1].tokens
+    (alone,) = engine.generate([PROMPTS[0]], params[0])
+    assert alone.tokens == texts[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"stop": "x"}, "stop is 'x', expected a tuple"),
+        ({"stop": ("",)}, "stop is"),
+    ],
+)
+def test_bad_parameters_are_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**knobs)

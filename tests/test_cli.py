@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trtllm_replayssm.cli import main
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "examples" / "tiny-nemotron-h")
+
+
+def run(*arguments, code=0, cwd=ROOT, text=None):
+    result = subprocess.run(
+        [sys.executable, "-m", "trtllm_replayssm", *arguments],
+        capture_output=True,
+        text=True,
+        input=text,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def test_info():
+    lines = run("info").stdout.splitlines()
+    assert lines[0].startswith("trtllm-replayssm ")
+    assert [line.split()[0] for line in lines[1:]] == ["CPU", "CUDA", "torch", "GPU", "runtime"]
+
+
+def test_info_json(capsys):
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["missing"] == []
+    assert report["cuda_ops"] == bool(report["cuda_architectures"])
+
+
+def test_info_with_numpy_only_says_what_is_missing():
+    """Imports of the other packages fail as if they were not installed."""
+    code = (
+        "import sys\n"
+        "sys.modules.update({name: None for name in ('torch', 'safetensors', 'tokenizers', 'tqdm')})\n"
+        "from trtllm_replayssm.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, "info"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "needs torch, safetensors, tokenizers, tqdm: pip install 'trtllm-replayssm[runtime]'" in result.stdout
+    arguments = ["generate", "--checkpoint", TINY, "--prompt", "x"]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'trtllm-replayssm[runtime]'" in result.stderr
+
+
+def test_generate_streams_and_reports():
+    result = run(
+        "generate", "--checkpoint", TINY, "--prompt", "In the beginning", "--max-tokens", "40", "--device", "cpu"
+    )
+    assert result.stdout.startswith("In the beginning")
+    assert "tokens/s  (replay, cpu, float32)" in result.stdout
+    assert "(conventional: what it moves for the same tokens" in result.stdout
+    assert result.stderr == ""
+
+
+def test_generate_json_from_a_file_of_prompts(tmp_path):
+    """One prompt a line; blank lines are skipped."""
+    (tmp_path / "prompts.txt").write_text("In the beginning\n\nAnd it came to pass\n")
+    arguments = ["--checkpoint", TINY, "--prompt-file", str(tmp_path / "prompts.txt"), "--max-tokens", "34"]
+    result = json.loads(run("generate", *arguments, "--mode", "conventional", "--device", "cpu", "--json").stdout)
+    assert [entry["prompt"] for entry in result["results"]] == ["In the beginning", "And it came to pass"]
+    assert result["mode"] == "conventional"
+    traffic = result["traffic"]
+    assert traffic["conventional"]["state_bytes_written"] > 4 * traffic["replay"]["state_bytes_written"] > 0
+    assert traffic["conventional"]["tokens"] == traffic["replay"]["tokens"] == result["decode_tokens"]
+
+
+def test_generate_sampling_repeats_with_its_seed(capsys):
+    texts = []
+    for seed in ("5", "5", "6"):
+        arguments = ["--prompt", "And", "--max-tokens", "16", "--temperature", "1", "--top-k", "50", "--top-p", "0.9"]
+        assert main(["generate", "--checkpoint", TINY, *arguments, "--seed", seed, "--device", "cpu", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["results"][0]["tokens"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_demo(capsys):
+    result = run("demo", "--max-tokens", "24", "--device", "cpu")
+    assert "4 of 4 texts agree token for token" in result.stdout
+    assert "The texts agree." in result.stdout
+    assert main(["demo", "--checkpoint", TINY, "--max-tokens", "40", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agree"] and len(report["results"]) == 4
+    assert report["traffic"]["replay"]["flushes"] > 0
+    assert report["traffic_ratio"] > 1.3
+
+
+def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
+    """A conventional step that forgets the skip connection is found, and its margin named."""
+    from trtllm_replayssm.runtime import mamba_mixer
+
+    step = mamba_mixer.STEPS["conventional"]
+
+    def without_skip(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit):
+        return step(pool, layer, plan, x, B, C, dt, A_log, None, dt_bias, dt_limit)
+
+    monkeypatch.setitem(mamba_mixer.STEPS, "conventional", without_skip)
+    assert main(["demo", "--checkpoint", TINY, "--max-tokens", "24", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "BEYOND the rounding of float32" in out and "DISAGREE" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--checkpoint", "nowhere", "--prompt", "x"], "nowhere/config.json: no such file"),
+        (["generate", "--checkpoint", TINY, "--prompt-file", "no-such-file"], "no-such-file"),
+        (["generate", "--checkpoint", TINY, "--prompt", "x", "--top-p", "2"], "top_p is 2.0, expected in (0, 1]"),
+        (["generate", "--checkpoint", TINY, "--prompt", "x", "--max-tokens", "100000"], "more than the context"),
+        (["generate", "--checkpoint", TINY, "--prompt", "x", "--window", "99", "--device", "cpu"], "window"),
+        (["demo", "--checkpoint", TINY, "--device", "abacus"], "device is 'abacus', expected cpu or cuda"),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("trtllm-replayssm: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_errors_exit_2_without_a_traceback(tmp_path):
+    assert "error: " in run("generate", "--checkpoint", str(tmp_path), "--prompt", "x", code=2).stderr
+    assert "invalid choice: 'off'" in run("generate", "--mode", "off", code=2).stderr
+    run("demo", code=2, cwd=tmp_path)  # the default checkpoint is not there

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `trtllm-replayssm`: info, generate, demo.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
+something missing (one line says what), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+PROMPTS = (
+    "In the beginning God created",
+    "And it came to pass, when the king heard",
+    "Blessed are they that",
+    "The LORD spake unto Moses, saying,",
+)
+# Two sums in another order may swap tokens whose logits are this close; by dtype.
+MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"trtllm-replayssm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("trtllm-replayssm: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trtllm-replayssm", description="Nemotron 3 (hybrid Mamba-2) text generation with ReplaySSM decoding."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what this installation can do, and what is missing")
+    info.set_defaults(run=_info)
+
+    generate = commands.add_parser("generate", help="continue prompts and show the state traffic of decoding")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, generated together; - reads stdin")
+    generate.add_argument("--mode", choices=("replay", "conventional"), default="replay", help="default: %(default)s")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the most likely token"
+    )
+    generate.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample among so many tokens; 0 (default): all"
+    )
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample among tokens of this total probability"
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: %(default)s")
+
+    demo = commands.add_parser("demo", help="ReplaySSM and conventional decoding side by side: same text, less traffic")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--checkpoint", default="examples/tiny-nemotron-h", metavar="DIR", help="default: %(default)s")
+
+    for command, tokens in ((generate, 128), (demo, 96)):
+        command.add_argument(
+            "--max-tokens", type=int, default=tokens, metavar="N", help="most tokens a text; default: %(default)s"
+        )
+        command.add_argument(
+            "--window", type=int, default=16, metavar="N", help="tokens between state writes; default: %(default)s"
+        )
+        command.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
+        command.add_argument("--dtype", choices=tuple(MARGIN), help="default: the checkpoint's; float32 on the CPU")
+        command.add_argument(
+            "--deterministic", action="store_true", help="a text's bits do not depend on the other texts (slower)"
+        )
+    for command in (info, generate, demo):
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def _info(options) -> int:
+    package = importlib.import_module(__package__)
+    core = importlib.import_module("._core", __package__)
+    architectures = core.cuda_architectures()
+    missing = [
+        name for name in ("torch", "safetensors", "tokenizers", "tqdm") if importlib.util.find_spec(name) is None
+    ]
+    report = {
+        "version": package.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cuda_ops": core.has_cuda(),
+        "cuda_architectures": [name for name in architectures.replace(",", ";").split(";") if name],
+        "missing": missing,
+        "torch": None,
+        "gpus": [],
+    }
+    if "torch" not in missing:
+        torch = importlib.import_module("torch")
+        report["torch"] = torch.__version__
+        report["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    cuda = (
+        f"built for {', '.join(report['cuda_architectures'])}"
+        if report["cuda_ops"]
+        else "not built (no nvcc was found, or CUDA was switched off, at build time): everything runs on the CPU"
+    )
+    gpu = ", ".join(report["gpus"]) or ("unknown without torch" if "torch" in missing else "none that torch can use")
+    runtime = "ready" if not missing else f"needs {', '.join(missing)}: pip install 'trtllm-replayssm[runtime]'"
+    print(f"trtllm-replayssm {report['version']}  (Python {report['python']}, {report['machine']})")
+    for name, value in (
+        ("CPU ops", "built"),
+        ("CUDA ops", cuda),
+        ("torch", report["torch"] or "not installed"),
+        ("GPU", gpu),
+        ("runtime", runtime),
+    ):
+        print(f"  {name:9} {value}")
+    return 0
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def _generate(options) -> int:
+    prompts = [options.prompt] if options.prompt is not None else _read_prompts(options.prompt_file)
+    runtime = _runtime()
+    params = runtime.SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    engine = _engine(runtime, options, options.mode, len(prompts))
+    sequences = [engine.add_request(prompt, params) for prompt in prompts]
+    stream = len(prompts) == 1 and not options.json
+    if stream:
+        print(prompts[0], end="", flush=True)
+    seconds = _finish(engine, sequences, "generating", stream)
+    statistics = engine.statistics()
+    tokens = statistics["generated_tokens"]
+    other = "conventional" if options.mode == "replay" else "replay"
+    traffic = {options.mode: statistics["decode_traffic"], other: engine.rehearse(other, sequences)}
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "mode": options.mode,
+                    "window": options.window,
+                    "device": str(engine.device),
+                    "dtype": _dtype_name(engine),
+                    "results": [_result(prompt, sequence) for prompt, sequence in zip(prompts, sequences, strict=True)],
+                    "generated_tokens": tokens,
+                    "seconds": seconds,
+                    "tokens_per_second": tokens / seconds,
+                    "prefill_seconds": statistics["prefill_seconds"],
+                    "decode_seconds": statistics["decode_seconds"],
+                    "decode_tokens": statistics["decode_tokens"],
+                    "flushes": statistics["decode_traffic"].flushes,
+                    "traffic": {mode: _traffic_json(counted) for mode, counted in traffic.items()},
+                    "counted": {options.mode: "while decoding", other: "by a rehearsal of the same steps"},
+                },
+                indent=2,
+            )
+        )
+        return 0
+    if stream:
+        print()
+    else:
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            print(f"{prompt}{sequence.text}\n")
+    print(
+        f"\n{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s  "
+        f"({options.mode}, {engine.device}, {_dtype_name(engine)})"
+    )
+    _print_traffic(traffic, options.window)
+    print(f"  ({other}: what it moves for the same tokens, counted without running the model)")
+    return 0
+
+
+def _read_prompts(name: str) -> list[str]:
+    text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{name}: no prompts, expected one a line")
+    return prompts
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+
+def _demo(options) -> int:
+    runtime = _runtime()
+    params = runtime.SamplingParams(max_tokens=options.max_tokens)
+    sequences, traffic, seconds, engines = {}, {}, {}, {}
+    for mode in ("replay", "conventional"):
+        engine = engines[mode] = _engine(runtime, options, mode, len(PROMPTS))
+        sequences[mode] = [engine.add_request(prompt, params) for prompt in PROMPTS]
+        seconds[mode] = _finish(engine, sequences[mode], f"{mode} decoding", stream=False)
+        traffic[mode] = engine.statistics()["decode_traffic"]
+    dtype = _dtype_name(engines["replay"])
+    pairs = list(zip(*sequences.values(), strict=True))
+    margins = [_first_difference(engines["conventional"], *pair) for pair in pairs]
+    agree = all(difference is None or difference["margin"] <= MARGIN[dtype] for difference in margins)
+    saved = traffic["conventional"].per_token / traffic["replay"].per_token
+
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "agree": agree,
+                    "margin_limit": MARGIN[dtype],
+                    "window": options.window,
+                    "device": str(engines["replay"].device),
+                    "dtype": dtype,
+                    "results": [
+                        {
+                            "prompt": prompt,
+                            **{mode: _result(prompt, sequences[mode][index]) for mode in sequences},
+                            "first_difference": margins[index],
+                        }
+                        for index, prompt in enumerate(PROMPTS)
+                    ],
+                    "seconds": seconds,
+                    "traffic": {mode: _traffic_json(counted) for mode, counted in traffic.items()},
+                    "traffic_ratio": saved,
+                },
+                indent=2,
+            )
+        )
+        return 0 if agree else 1
+
+    for prompt, (replay, conventional), difference in zip(PROMPTS, pairs, margins, strict=True):
+        print(f"{prompt}{replay.text}\n")
+        if difference is None:
+            print(f"  = conventional decoding, all {len(replay.tokens)} tokens\n")
+        else:
+            within = "within" if difference["margin"] <= MARGIN[dtype] else "BEYOND"
+            print(
+                f"  conventional decoding: {conventional.text!r}\n"
+                f"  ≠ from token {difference['token']} on, where the two best logits are {difference['margin']:.1e} "
+                f"apart: {within} the rounding of {dtype} ({MARGIN[dtype]:.0e})\n"
+            )
+    equal = sum(difference is None for difference in margins)
+    print(f"{equal} of {len(margins)} texts agree token for token ({engines['replay'].device}, {dtype}).")
+    _print_traffic(traffic, options.window)
+    print(f"\nReplaySSM moved {saved:.2f} times fewer bytes of state. The texts {'agree' if agree else 'DISAGREE'}.")
+    return 0 if agree else 1
+
+
+def _first_difference(engine, one, other) -> dict | None:
+    """Where two texts of a prompt part, and how far apart the two best logits are there; None if they are equal."""
+    for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
+        if a != b:
+            best = engine.logits(one.prompt + one.tokens[:index])[-1].topk(2).values
+            return {"token": index, "margin": float(best[0] - best[1])}
+    return None
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _runtime():
+    try:
+        return importlib.import_module(".runtime", __package__)
+    except ImportError as error:
+        raise ImportError(
+            f"text generation needs more packages ({error}): pip install 'trtllm-replayssm[runtime]'"
+        ) from None
+
+
+def _engine(runtime, options, mode: str, prompts: int):
+    return runtime.Engine(
+        options.checkpoint,
+        mode=mode,
+        device=options.device,
+        dtype=options.dtype,
+        window=options.window,
+        deterministic=options.deterministic,
+        max_batch=min(prompts, 32),
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _finish(engine, sequences: list, what: str, stream: bool) -> float:
+    """Runs the requests to their ends, printing the first one's text as it comes, or a bar. Returns seconds."""
+    from tqdm import tqdm
+
+    began, given = time.perf_counter(), 0
+    total = sum(sequence.params.max_tokens for sequence in sequences)
+    hidden = stream or not sys.stderr.isatty()
+    with tqdm(total=total, desc=what, unit="token", file=sys.stderr, disable=hidden, leave=False) as bar:
+        while any(sequence.finish_reason is None for sequence in sequences):
+            bar.update(len(engine.step()))
+            if stream:
+                print("".join(sequences[0].pieces[given:]), end="", flush=True)
+                given = len(sequences[0].pieces)
+    return time.perf_counter() - began
+
+
+def _dtype_name(engine) -> str:
+    return str(engine.dtype).removeprefix("torch.")
+
+
+def _result(prompt: str, sequence) -> dict:
+    return {
+        "prompt": prompt,
+        "text": sequence.text,
+        "tokens": sequence.tokens,
+        "finish_reason": sequence.finish_reason,
+    }
+
+
+def _traffic_json(traffic) -> dict:
+    per_token = {"read": traffic.read_per_token, "written": traffic.written_per_token, "total": traffic.per_token}
+    return {**asdict(traffic), "bytes_per_token": per_token}
+
+
+def _print_traffic(traffic: dict, window: int) -> None:
+    largest = max(counted.per_token for counted in traffic.values())
+    power = min(3, max(0, int(largest).bit_length() - 1) // 10)
+    unit = ("B", "KiB", "MiB", "GiB")[power]
+    print(f"\n{f'Mamba state {unit} per decoded token':36}{'read':>10}{'written':>10}{'total':>10}{'flushes':>10}")
+    for mode, counted in traffic.items():
+        name = f"replay, window {window}" if mode == "replay" else mode
+        values = (counted.read_per_token, counted.written_per_token, counted.per_token)
+        cells = "".join(f"{value / 1024**power:10.2f}" for value in values)
+        print(f"  {name:34}{cells}{counted.flushes if mode == 'replay' else '-':>10}")

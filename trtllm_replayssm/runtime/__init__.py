@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded runtime: generates text from a `nemotron_h` checkpoint, torch for the dense layers and our ops for
+Mamba.
+
+    from trtllm_replayssm.runtime import Engine, SamplingParams
+    engine = Engine("examples/tiny-nemotron-h")
+    print(engine.generate(["In the beginning"], SamplingParams(max_tokens=64))[0].text)
+
+A request's way: Engine.add_request → Scheduler (waits for a slot) → prompt chunks through Model → one token a step →
+text. Memory holds what sequences remember: a StatePool slot for the Mamba layers and KVCache rows for attention.
+"""
+
+from .engine import Engine, Piece
+from .model_config import CheckpointError, ModelConfig
+from .sampler import SamplingParams
+from .sequence import Sequence
+
+__all__ = ["CheckpointError", "Engine", "ModelConfig", "Piece", "SamplingParams", "Sequence"]

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query attention without positional encoding: in these models the Mamba layers carry the order of tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .dense import Linear
+from .row_tiles import RowTiles
+
+
+class Attention:
+    def __init__(self, layer: int, q: Linear, k: Linear, v: Linear, o: Linear, head_dim: int, tiles: RowTiles):
+        self.layer = layer  # index among the attention layers
+        self.q, self.k, self.v, self.o, self.head_dim, self.tiles = q, k, v, o, head_dim, tiles
+
+    def __call__(self, x: torch.Tensor, batch, memory) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden]. Appends the keys and values of the n tokens to the cache first."""
+        q, k, v = (self.tiles(proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
+        keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
+        if batch.on_host is None:
+            out = self.together(q, keys, values, batch)
+        else:
+            parts, first = [], 0
+            for row in batch.on_host:
+                end = row.start + row.count
+                parts.append(
+                    self.sequence(q[first : first + row.count], keys[row.slot, :, :end], values[row.slot, :, :end])
+                )
+                first += row.count
+            out = torch.cat(parts)
+        return self.tiles(self.o, out.flatten(1))
+
+    def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""
+        n, kv_heads, end = q.shape[0], keys.shape[0], keys.shape[1]
+        q = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, heads per kv head, n, d]
+        mask = None
+        if n > 1:
+            index = torch.arange(end, device=q.device)
+            mask = index <= index[end - n :, None]
+        out = F.scaled_dot_product_attention(q, _for_each_query_head(keys, q), _for_each_query_head(values, q), mask)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def together(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch) -> torch.Tensor:
+        """One new token of each row over the first `batch.context` positions of its slot, later ones masked. Shapes
+        depend on no value, so that it can be captured in a CUDA graph. q [rows, heads, d] -> as q."""
+        keys, values = keys[batch.kv_slots, :, : batch.context], values[batch.kv_slots, :, : batch.context]
+        mask = torch.arange(batch.context, device=q.device) <= batch.positions[:, None]
+        # The query heads of a key head stand in for query tokens: no key is copied per head.
+        out = F.scaled_dot_product_attention(q.unflatten(1, (keys.shape[1], -1)), keys, values, mask[:, None, None])
+        return out.flatten(1, 2)
+
+
+def _for_each_query_head(cached: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return cached[:, None].expand(-1, q.shape[1], -1, -1)

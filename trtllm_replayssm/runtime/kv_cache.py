@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of the attention layers, a fixed number of rows a slot."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KVCache:
+    """keys, values [layers, slots + 1, kv_heads, capacity, head_dim].
+
+    The last slot is scratch: padded rows of a CUDA graph write there.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        shape = (layers, slots + 1, kv_heads, capacity, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.scratch_slot = slots
+
+    def clear(self, slot: int) -> None:
+        """Before a slot serves another sequence: a masked value still meets a weight of 0, and 0 · NaN would be NaN."""
+        self.keys[:, slot] = 0
+        self.values[:, slot] = 0
+
+    def write(
+        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """slots, positions int64 [n]; keys, values [n, kv_heads, head_dim]."""
+        self.keys[layer][slots, :, positions] = keys
+        self.values[layer][slots, :, positions] = values
+
+    def save(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host copies of a slot's first `length` positions, all layers."""
+        return tuple(cache[:, slot, :, :length].to("cpu", copy=True) for cache in (self.keys, self.values))
+
+    def load(self, slot: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.clear(slot)
+        for cache, rows in zip((self.keys, self.values), saved, strict=True):
+            cache[:, slot, :, : rows.shape[2]] = rows.to(cache.device)

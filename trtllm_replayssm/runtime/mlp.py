@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense feed-forward layer: up, relu², down. No gate."""
+
+from __future__ import annotations
+
+import torch
+
+from .dense import Linear, relu2
+from .row_tiles import RowTiles
+
+
+class MLP:
+    def __init__(self, up: Linear, down: Linear, tiles: RowTiles):
+        self.up, self.down, self.tiles = up, down, tiles
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden]."""
+        return self.down(relu2(self.up(x)))
+
+    def __call__(self, x: torch.Tensor, batch=None, memory=None) -> torch.Tensor:
+        return self.tiles(self.rows, x)

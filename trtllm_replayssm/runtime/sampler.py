@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the next token of each row from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .row_tiles import RowTiles
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    max_tokens: most tokens to generate.
+    temperature: 0: greedy (the token of the largest logit); else logits are divided by it.
+    top_k: sample from the k most likely tokens only; 0: all.
+    top_p: sample from the fewest most likely tokens (of those) whose probability reaches top_p; 1: all.
+    seed: random numbers depend on (seed, position in the sequence) only, never on the batch.
+    stop_tokens: ids that end the text; None: the checkpoint's end-of-sequence tokens, (): none.
+    stop: strings that end the text and are no part of it.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_tokens: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name, valid, expected in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("seed", 0 <= self.seed < 2**64, "in 0 .. 2^64-1"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of non-empty strings"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 24 random bits (exact in fp32), a function of (seed, position): two rounds of
+    splitmix64.
+    """
+    value = seed
+    for word in (0, position):
+        value = (value + word + 0x9E3779B97F4A7C15) % 2**64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+        value ^= value >> 31
+    return (value >> 40) / 2**24
+
+
+def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[int], tiles: RowTiles) -> torch.Tensor:
+    """Next token ids int64 [k], still on the device, from logits fp32 [k, vocab].
+
+    positions: where in its sequence each new token will stand.
+    """
+    greedy = logits.argmax(-1)
+    if all(p.temperature == 0 for p in params):
+        return greedy
+    vocab = logits.shape[-1]
+    knobs = torch.tensor(
+        [
+            (p.temperature or 1.0, p.top_k or vocab, p.top_p, uniform(p.seed, position))
+            for p, position in zip(params, positions, strict=True)
+        ],
+        dtype=torch.float32,
+    ).to(logits.device)
+    is_greedy = torch.tensor([p.temperature == 0 for p in params]).to(logits.device)
+    return torch.where(is_greedy, greedy, tiles(_draw, logits, knobs))
+
+
+def _draw(logits: torch.Tensor, knobs: torch.Tensor) -> torch.Tensor:
+    """Inverts the cumulative distribution of each row. knobs fp32 [k, 4]: temperature, top_k, top_p, uniform number."""
+    temperature, top_k, top_p, u = (column[:, None] for column in knobs.unbind(-1))
+    # Rows that only pad a tile have temperature 0: their result is dropped, whatever it is.
+    ordered, tokens = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    probability = ordered.masked_fill(rank >= top_k, float("-inf")).softmax(-1)
+    before = probability.cumsum(-1) - probability
+    probability = probability.masked_fill((before >= top_p) & (rank > 0), 0)
+    cumulative = probability.cumsum(-1)
+    chosen = (cumulative <= u * cumulative[:, -1:]).sum(-1, keepdim=True)
+    # u * mass may round up to the mass itself: then the last token with any probability is meant.
+    chosen = torch.minimum(chosen, (probability > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+    return tokens.gather(-1, chosen).squeeze(-1)

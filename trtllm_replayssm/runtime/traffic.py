@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of Mamba state that decoding moves, as a pool's commits count them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .. import ReplayConfig, StatePool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes over all Mamba layers. `records` are the inputs that ReplaySSM keeps instead of writing the state."""
+
+    tokens: int = 0
+    flushes: int = 0
+    state_bytes_read: int = 0
+    state_bytes_written: int = 0
+    record_bytes_read: int = 0
+    record_bytes_written: int = 0
+
+    @classmethod
+    def of(cls, stats: dict[str, int]) -> Traffic:
+        """The part of `StatePool.stats()` that is meant here."""
+        return cls(**{field.name: stats[field.name] for field in fields(cls)})
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def read_per_token(self) -> float:
+        return (self.state_bytes_read + self.record_bytes_read) / max(self.tokens, 1)
+
+    @property
+    def written_per_token(self) -> float:
+        return (self.state_bytes_written + self.record_bytes_written) / max(self.tokens, 1)
+
+    @property
+    def per_token(self) -> float:
+        return self.read_per_token + self.written_per_token
+
+
+def rehearse(pool: StatePool, config: ReplayConfig, mode: str, decode_steps: list[int]) -> Traffic:
+    """What sequences of these many decode steps, each after its prompt, would have moved in `mode` with ReplayConfig
+    `config`.
+
+    The counting is the library's own: a pool of no layers goes through the same plans and commits, and its counts of
+    states and records are priced at the sizes of `pool`'s layers.
+    """
+    cursors = StatePool(pool.geometry, config, num_slots=1, num_layers=0, device="cpu")
+    prompts = Traffic()
+    for steps in decode_steps:
+        cursors.reset([0])
+        before = _priced(cursors, pool.num_layers)
+        cursors.commit(cursors.plan([0], 1))  # a folded token: the prompt
+        prompts += _priced(cursors, pool.num_layers) - before
+        plan = None
+        for _ in range(steps):
+            plan = cursors.plan([0], 1, out=plan)
+            # Without layers no op tells how a plan was used: an accepted count means stepped, none folded.
+            cursors.commit(plan, accepted=[1] if mode == "replay" else None)
+    return _priced(cursors, pool.num_layers) - prompts
+
+
+def _priced(cursors: StatePool, layers: int) -> Traffic:
+    stats = cursors.stats()
+    state, record = cursors.layout.sections["checkpoint"].bytes, cursors.layout.record_bytes
+    return Traffic(
+        stats["tokens"],
+        stats["flushes"],
+        stats["state_reads"] * state * layers,
+        stats["state_writes"] * state * layers,
+        stats["record_reads"] * record * layers,
+        stats["record_writes"] * record * layers,
+    )
