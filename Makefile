@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+#   make demo    generate text from the shipped checkpoint, with ReplaySSM and with conventional decoding
+#   make test    everything that runs on this machine
+# Both create .venv in the checkout and install into it. nvcc is used if it is there; without it the build is CPU only.
+SHELL := /bin/sh
+PYTHON ?= python3
+CUDA_ARCHITECTURES ?= 80;90a;100a;103a;120a
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard cmake/*) trtllm_replayssm/_core.cpp \
+                  $(shell find cpp -type f)
+
+.PHONY: demo test clean
+
+demo: $(VENV)/installed
+	$(BIN)/trtllm-replayssm info
+	$(BIN)/trtllm-replayssm demo --checkpoint examples/tiny-nemotron-h
+
+test: $(VENV)/installed-test build/core/replayssm_test
+	build/core/replayssm_test
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python $(NATIVE_SOURCES)
+	$(PIP) install --quiet --constraint constraints.txt "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.26" ninja
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+	    --config-settings=build-dir=build/python \
+	    --config-settings=cmake.define.REPLAYSSM_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" \
+	    --editable ".[runtime]"
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --quiet --constraint constraints.txt "trtllm-replayssm[test]"
+	touch $@
+
+build/core/replayssm_test: $(VENV)/installed $(NATIVE_SOURCES)
+	$(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	    -DREPLAYSSM_CUDA=OFF -DREPLAYSSM_BUILD_TESTS=ON > build/core.log
+	$(BIN)/cmake --build build/core >> build/core.log
+
+clean:
+	rm -rf $(VENV) build

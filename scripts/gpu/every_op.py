@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every CUDA op on small pools of every kernel family, next to the host ops, and compares outputs and states.
+
+Small enough to run under compute-sanitizer:
+
+    compute-sanitizer --tool memcheck python scripts/gpu/every_op.py
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+
+from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
+
+SLOTS = 4
+# (geometry, activation, checkpoint): the tuned kernels of both head sizes, and the generic one
+CASES = [
+    (MambaGeometry(num_heads=4, head_dim=64, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
+    (MambaGeometry(num_heads=4, head_dim=64, num_groups=1, state_dim=128, conv_kernel=4), "fp16", "fp16"),
+    (MambaGeometry(num_heads=2, head_dim=80, num_groups=1, state_dim=128, conv_kernel=4), "bf16", "bf16"),
+    (MambaGeometry(num_heads=2, head_dim=80, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
+    (MambaGeometry(num_heads=3, head_dim=24, num_groups=3, state_dim=64, conv_kernel=3), "fp32", "fp32"),
+]
+ROUNDS = [  # (slots, tokens a row, op)
+    ([2, -1, 0], [7, 2, 1], "prefill"),
+    ([0, 2, -1, 3], [1, 1, 1, 1], "step"),
+    ([3, 0, 2], [3, 0, 2], "step"),
+    ([2, 3, 0], [3, 3, 1], "step"),
+    ([0, 3, -1, 2], [2, 3, 3, 3], "flush, step"),
+    ([3, 0], [3, 3], "step"),
+    ([2], [9], "prefill"),
+    ([1], [1], "conventional_step"),
+    ([1, -1], [2, 1], "conventional_step"),
+]
+
+
+class Pair:
+    """The same pool on the host and on the GPU."""
+
+    def __init__(self, geometry: MambaGeometry, activation: str, checkpoint: str, generator: torch.Generator):
+        config = ReplayConfig(window=6, max_step_tokens=3, checkpoint=checkpoint, activation=activation)
+        self.pools = [StatePool(geometry, config, SLOTS, num_layers=2, device=device) for device in ("cpu", "cuda")]
+        self.geometry = geometry
+        self.generator = generator
+        self.dtype = self.pools[0].activation
+        # Outputs differ by one rounding; a 16-bit state by one rounding a flush.
+        coarsest = min(torch.finfo(self.dtype).bits, {"fp32": 32}.get(checkpoint, 16))
+        self.tolerance = 3e-5 if coarsest == 32 else 2e-2
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        host = torch.randn(*shape, generator=self.generator).to(dtype or self.dtype)
+        return [host, host.cuda()]
+
+    def check(self, what: str, host: torch.Tensor, device: torch.Tensor) -> None:
+        host, device = host.double(), device.cpu().double()
+        error = ((host - device).norm() / host.norm().clamp_min(1e-30)).item()
+        if not error <= self.tolerance:
+            raise AssertionError(f"{what}: host and CUDA differ by {error:.2e} (limit {self.tolerance:.0e})")
+
+    def run(self) -> None:
+        g = self.geometry
+        heads = [self.random(g.num_heads, dtype=torch.float32) for _ in range(3)]
+        weight = self.random(g.conv_channels, g.conv_kernel)
+        bias = self.random(g.conv_channels)
+        for slots, counts, op in ROUNDS:
+            tokens = sum(counts)
+            raw = self.random(tokens, g.conv_channels)
+            dt = self.random(tokens, g.num_heads)
+            accepted = counts if op in ("prefill", "conventional_step") else [max(count - 1, 0) for count in counts]
+            outputs = []
+            for side, pool in enumerate(self.pools):
+                plan = pool.plan(slots, counts)
+                rows = []
+                for layer in range(2):
+                    xBC = ops.conv_step(pool, layer, plan, raw[side], weight[side], bias[side])
+                    x, B, C = xBC.split([g.num_heads * g.head_dim, *[g.num_groups * g.state_dim] * 2], dim=-1)
+                    arguments = (
+                        x.unflatten(-1, (g.num_heads, g.head_dim)),
+                        B.unflatten(-1, (g.num_groups, g.state_dim)),
+                        C.unflatten(-1, (g.num_groups, g.state_dim)),
+                        dt[side],
+                        *(parameter[side] for parameter in heads),
+                    )
+                    rows += [xBC, self.layer_op(op)(pool, layer, plan, *arguments)]
+                pool.commit(plan, accepted, check=True)
+                outputs.append(rows)
+            for host, device in zip(*outputs, strict=True):
+                self.check(op, host, device)
+        self.snapshots()
+
+    @staticmethod
+    def layer_op(op: str):
+        if op != "flush, step":
+            return getattr(ops, op)
+
+        def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias):
+            plan.require_use("stepped")
+            call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
+            operators = torch.ops.trtllm_replayssm
+            operators.flush(*call, A_log)
+            out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+            operators.step(*call, x, B, C, dt, A_log, D, dt_bias, out, 0.0, math.inf, plan.max_count, True)
+            return out
+
+        return flush_then_step
+
+    def snapshots(self) -> None:
+        """materialize, copy, save, load, restore, abandon."""
+        states = [pool.materialize(1, [0, -1, 3]) for pool in self.pools]
+        self.check("materialize", states[0][0][[0, 2]], states[1][0][[0, 2]])
+        self.check("materialize (conv)", states[0][1][[0, 2]], states[1][1][[0, 2]])
+        for pool in self.pools:
+            pool.copy([0], [1])
+            pool.load([2], pool.save([1]))
+            for layer in range(2):
+                state, conv_tail = pool.materialize(layer, [2])
+                pool.restore(layer, [3], state, conv_tail)
+            plan = pool.plan([0, 3], 1)
+            pool.abandon(plan)
+            pool.validate()
+        states = [pool.materialize(1, [3]) for pool in self.pools]
+        self.check("restore", states[0][0], states[1][0])
+        self.check("restore (conv)", states[0][1], states[1][1])
+
+
+def main() -> int:
+    generator = torch.Generator().manual_seed(3)
+    for geometry, activation, checkpoint in CASES:
+        Pair(geometry, activation, checkpoint, generator).run()
+        print(f"head_dim {geometry.head_dim}, {activation}, checkpoint {checkpoint}: every op agrees with the host")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
