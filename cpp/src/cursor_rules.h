@@ -52,8 +52,8 @@ REPLAYSSM_HOST_DEVICE inline replayssm_plan_row make_plan_row(const Problem& pro
 
 // Whether `cursor` still stands where `row` saw it, opened by that plan.
 REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, const replayssm_plan_row& row) {
-  return (cursor.flags & REPLAYSSM_SLOT_OPEN) && cursor.tokens == row.tokens && cursor.history == row.history &&
-         cursor.writes == row.writes;
+  return (cursor.flags & REPLAYSSM_SLOT_OPEN) && cursor.stream == row.stream && cursor.tokens == row.tokens &&
+         cursor.history == row.history && cursor.writes == row.writes;
 }
 
 // A folded plan commits all of its tokens; a stepped one a prefix, of a long row (which step refused) nothing.

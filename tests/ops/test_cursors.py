@@ -255,6 +255,20 @@ def test_commit_needs_its_outstanding_plan(device):
     assert pool.cursors([0, 1]).tokens.tolist() == [1, 1]
 
 
+def test_stale_plan_of_a_slot_that_was_reset_and_planned_again(device):
+    pool = make_pool(device, 1)
+    pool.reset(0, streams=1)
+    stale = pool.plan(0)
+    step(pool, stale, device)
+    pool.reset(0, streams=2)
+    plan = pool.plan(0)
+    step(pool, plan, device)
+    with row_error(pool, "row 0: slot 0 was not opened by this plan"):
+        pool.commit(stale)
+    pool.commit(plan)
+    assert cursor(pool, 0)[0] == 1
+
+
 def test_commit_of_a_slot_that_was_reset_meanwhile(device):
     pool = make_pool(device)
     pool.reset([0, 1])
