@@ -112,6 +112,7 @@ def step(
         )
     arguments = _scan_arguments(pool, layer, plan, STEPPED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
     _ops.step(*arguments, min(_bound(plan, limit), limit), False)
+    _note_use(pool, layer, plan, STEPPED, A_log)
     return arguments[-3]
 
 
@@ -136,6 +137,7 @@ def prefill(
     """
     arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
     _ops.prefill(*arguments, _bound(plan, x.shape[0]))
+    _note_use(pool, layer, plan, FOLDED, A_log)
     return arguments[-3]
 
 
@@ -163,6 +165,7 @@ def conventional_step(
     """
     arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
     _ops.conventional_step(*arguments, _bound(plan, x.shape[0]))
+    _note_use(pool, layer, plan, FOLDED, A_log)
     return arguments[-3]
 
 
@@ -188,9 +191,14 @@ def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_l
         raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {tuple(dt_limit)}")
     out = _output(pool, out, head_rows)
     plan.require_use(use)
-    pool.decay[layer] = A_log
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     return (*call, x, B, C, dt, A_log, D, dt_bias, out, low, high)
+
+
+def _note_use(pool: StatePool, layer: int, plan: Plan, use: str, A_log: torch.Tensor):
+    """After the op, so that one that raised leaves the plan as it was."""
+    plan.use = use
+    pool.decay[layer] = A_log
 
 
 def _require_plan(pool: StatePool, layer: int, plan: Plan):

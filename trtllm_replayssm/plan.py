@@ -51,8 +51,6 @@ class Plan:
             raise ValueError("plan: expected an outstanding plan, got one that was committed, abandoned or never made")
 
     def require_use(self, use: str):
-        """Notes what consumes the plan; ValueError if something else already does."""
-        if self.use is None:
-            self.use = use
-        elif self.use != use:
+        """ValueError if something else already consumes the plan."""
+        if self.use not in (None, use):
             raise ValueError(f"plan: expected one that is not {self.use} yet, got one for an op of {use} plans")

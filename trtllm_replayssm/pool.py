@@ -102,9 +102,9 @@ class StatePool:
         """
         slots = self._slots("slots", slots, padding=True)
         rows = slots.numel()
-        if streams is None:
+        counted = streams is None
+        if counted:
             streams = torch.arange(self._next_stream, self._next_stream + rows, dtype=torch.int64, device=self.device)
-            self._next_stream += rows
         elif isinstance(streams, torch.Tensor):
             streams = device_rows("streams", streams, self.device, torch.int64)
         else:
@@ -113,6 +113,8 @@ class StatePool:
             streams = upload("streams", signed, self.device, torch.int64)
         _require_rows("streams", streams.numel(), rows)
         _ops.reset(self.table, self.spec, slots, streams)
+        if counted:
+            self._next_stream += rows
 
     def plan(self, slots, tokens_per_row=1, out: Plan | None = None) -> Plan:
         """Plans a step of all layers: snapshots the slots' cursors, decides which rows flush, and opens the slots.
@@ -165,8 +167,9 @@ class StatePool:
 
         Args:
             plan: outstanding, and consumed by `ops.step`, `ops.prefill` or `ops.conventional_step` in every layer.
-            accepted: ints or int32 [rows], 0 <= accepted <= tokens of the row; entries of padded rows are ignored.
-                None: all tokens. Tokens of prefill and conventional_step are in the state: all must be accepted.
+            accepted: ints or int32 [rows], 0 <= accepted <= tokens of the row; entries of padded rows are ignored, but
+                ints must be in range. None: all tokens. Tokens of prefill and conventional_step are in the state: all
+                must be accepted.
             check: synchronise and raise what the error word holds, as `validate` does.
         """
         plan.require_open(self)
@@ -291,7 +294,7 @@ class StatePool:
         parts = snapshot.parse(blob, self.layout, self.num_layers, len(rows))
         cursors = parts.cursors.clone().view(torch.int64)
         for row, (tokens, _, writes, history) in enumerate(cursors.tolist()):  # flags, the upper half of history, are 0
-            if not (0 <= history <= min(tokens, self.config.window) and writes >= 0):
+            if not (0 <= history <= min(tokens, self.config.window) and tokens < 2**62 and 0 <= writes < 2**62):
                 raise ValueError(f"blob: saved slot {row} has impossible cursors: {tokens=}, {writes=}, {history=}")
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
         for slot, flags in zip(rows, (self._cursors.index_select(0, picked)[:, 3] >> 32).tolist(), strict=True):

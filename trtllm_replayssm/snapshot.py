@@ -57,7 +57,10 @@ def parse(blob: torch.Tensor, layout: SlotLayout, num_layers: int, slots: int) -
     header_bytes = _PREFIX.size + length
     if len(blob) < header_bytes:
         raise ValueError(f"blob: expected a header of {header_bytes} bytes, got {len(blob)} bytes in all")
-    header = json.loads(bytes(blob[_PREFIX.size : header_bytes].tolist()))
+    try:
+        header = dict(json.loads(bytes(blob[_PREFIX.size : header_bytes].tolist())))
+    except (ValueError, TypeError):
+        raise ValueError("blob: expected a header in JSON, got something else: the blob is damaged") from None
     for name, expected in {**_facts(layout, num_layers), "slots": slots}.items():
         if header.get(name) != expected:
             raise ValueError(f"blob: expected {name} = {expected}, got {header.get(name)}")

@@ -106,7 +106,7 @@ replayssm_status check_token_counts(int64_t num_tokens, int32_t max_count) {
 replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_args* args) {
   REPLAYSSM_REQUIRE_POINTER(args);
   REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
-  if (args->num_tokens == 0) return REPLAYSSM_OK;
+  if (args->num_tokens == 0) return REPLAYSSM_OK;  // then the op only refuses rows that bring tokens
   const int32_t activation = problem.config.activation;
   REPLAYSSM_RETURN_IF_ERROR(check_activation("x", args->x, activation));
   REPLAYSSM_RETURN_IF_ERROR(check_activation("B", args->B, activation));
@@ -255,9 +255,11 @@ replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_REQUIRE_POINTER(args);
   REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
-  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("in", args->in, config->activation));
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, config->activation));
+  if (rows == 0) return REPLAYSSM_OK;
+  if (args->num_tokens > 0) {
+    REPLAYSSM_RETURN_IF_ERROR(check_activation("in", args->in, config->activation));
+    REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, config->activation));
+  }
   REPLAYSSM_REQUIRE_POINTER(args->weight.data);
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("weight", args->weight));
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("bias", args->bias));
@@ -289,7 +291,7 @@ replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geom
   if (args->max_count > config->max_step_tokens)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
                 config->max_step_tokens, args->max_count);
-  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(step, problem, *layer, *table, plan, rows, *args, flushed != 0);
 }
 
@@ -301,7 +303,7 @@ replayssm_status replayssm_prefill(const replayssm_exec* exec, const replayssm_g
   REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
-  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(prefill, problem, *layer, *table, plan, rows, *args);
 }
 
@@ -313,7 +315,7 @@ replayssm_status replayssm_conventional_step(const replayssm_exec* exec, const r
   REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
-  if (args->num_tokens == 0 || rows == 0) return REPLAYSSM_OK;
+  if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(conventional_step, problem, *layer, *table, plan, rows, *args);
 }
 

@@ -56,11 +56,12 @@ REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, con
          cursor.history == row.history && cursor.writes == row.writes;
 }
 
-// A folded plan commits all of its tokens; a stepped one a prefix, of a long row (which step refused) nothing.
+// A folded plan commits all of its tokens, a stepped one a prefix. A long row, which step refused, can't be committed
+// as stepped at all: conv_step has treated it as a prompt.
 REPLAYSSM_HOST_DEVICE inline bool accepted_in_range(const replayssm_plan_row& row, int32_t accepted,
                                                     replayssm_plan_use use) {
   if (use == REPLAYSSM_FOLDED) return accepted == row.count;
-  return accepted >= 0 && accepted <= (row.flags & REPLAYSSM_ROW_LONG ? 0 : row.count);
+  return !(row.flags & REPLAYSSM_ROW_LONG) && accepted >= 0 && accepted <= row.count;
 }
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor, const replayssm_plan_row& row,

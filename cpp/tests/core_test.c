@@ -148,6 +148,22 @@ static void test_decoding(void) {
   CHECK(replayssm_plan(&host, &geometry, &config, &table, &beyond, NULL, 1, 1, plan) == REPLAYSSM_OK);
   CHECK(error.code == REPLAYSSM_ROW_SLOT_RANGE && error.given == SLOTS && error.expected == SLOTS);
   CHECK(cursors[0].flags == 0 && cursors[1].flags == REPLAYSSM_SLOT_OPEN && cursors[2].flags == 0);
+  /* Token offsets beyond int32 are refused, not wrapped. */
+  memset(&error, 0, sizeof(error));
+  memset(cursors, 0, sizeof(cursors));
+  const int32_t slots[] = {-1, -1, 0}, counts[] = {INT32_MAX, INT32_MAX, 1};
+  _Alignas(64) char wide[512];
+  CHECK(replayssm_plan_bytes(3) <= (int64_t)sizeof(wide));
+  CHECK(replayssm_plan(&host, &geometry, &config, &table, slots, counts, 0, 3, wide) == REPLAYSSM_OK);
+  CHECK(error.code == REPLAYSSM_ROW_TOKEN_RANGE && error.row == 2 && error.given == 2 * (int64_t)INT32_MAX + 1);
+  CHECK(cursors[0].flags == 0);
+
+  /* Tokens of a plan that the tensors do not hold are refused, also if they hold none. */
+  memset(&error, 0, sizeof(error));
+  CHECK(replayssm_plan(&host, &geometry, &config, &table, &slot, NULL, 1, 1, plan) == REPLAYSSM_OK);
+  const replayssm_scan_args none = {.A_log = {A_log, REPLAYSSM_FP32, {1, 0}}, .max_count = 1};
+  CHECK(replayssm_step(&host, &geometry, &config, &layer, &table, plan, 1, &none, 0) == REPLAYSSM_OK);
+  CHECK(error.code == REPLAYSSM_ROW_TOKEN_RANGE && error.given == 1 && error.expected == 0);
   free(memory);
 }
 

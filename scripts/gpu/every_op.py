@@ -97,7 +97,7 @@ class Pair:
             return getattr(ops, op)
 
         def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias):
-            plan.require_use("stepped")
+            plan.use = "stepped"
             call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
             operators = torch.ops.trtllm_replayssm
             operators.flush(*call, A_log)

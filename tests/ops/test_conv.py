@@ -36,7 +36,7 @@ def run(pool, raw, weight, bias, chunks, slot=0):
     for chunk in chunks:
         plan = pool.plan(slot, chunk)
         outputs.append(ops.conv_step(pool, 0, plan, raw[first : first + chunk], weight, bias))
-        plan.require_use("folded")
+        plan.use = "folded"
         pool.commit(plan)
         first += chunk
     assert first == len(raw)
@@ -76,7 +76,7 @@ def test_rejected_tokens_leave_no_trace(device):
         raw = inputs(SMALL, torch.float32, count, device, seed=cycle)
         plan = pool.plan(0, count)
         out = array(ops.conv_step(pool, 0, plan, raw, weight, bias))
-        plan.require_use("folded" if prompt else "stepped")
+        plan.use = "folded" if prompt else "stepped"
         pool.commit(plan, accepted)
         expected = oracle.convolve(committed, array(raw), array(weight), array(bias))
         np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6)
@@ -92,6 +92,19 @@ def test_tail_of_a_short_prompt_is_zero_before_its_first_token(device, count):
     tail = pool.materialize(0, 0)[1][0]
     assert torch.equal(tail[3 - count :], raw)
     assert not tail[: 3 - count].any()
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4, 7, 8])
+def test_inf_reaches_the_next_taps_only(device, taps):
+    geometry = MambaGeometry(2, 8, 1, 64, conv_kernel=taps)
+    pool = pool_of(geometry, device, window=8, max_step_tokens=4, activation="fp32")
+    weight, bias = weights(geometry, device)
+    raw = inputs(geometry, torch.float32, 40, device)
+    raw[[5, 23]] = float("inf")
+    finite = torch.isfinite(run(pool, raw, weight, bias, [16, 4, 1, 19])).all(-1)
+    reached = [any(0 <= t - hit < taps for hit in (5, 23)) for t in range(40)]
+    assert not finite[reached].any()
+    assert finite[[not r for r in reached]].all()
 
 
 def test_nan_in_unused_rows_changes_nothing(device):

@@ -342,6 +342,36 @@ def test_one_plan_one_use(device):
         ops.step(pool, 0, plan, *tokens, *weights)
 
 
+def test_refused_op_leaves_plan_and_records(device):
+    """conventional_step of a slot with records is refused; the plan can still be stepped and nothing is lost."""
+    pool = make_pool(device)
+    tokens, weights = random_tokens(SMALL, torch.float32, 1, device), Weights.random(SMALL, device)
+    plan = pool.plan(0)
+    ops.step(pool, 0, plan, *tokens, *weights)
+    pool.commit(plan)
+    plan = pool.plan(0)
+    with row_error(pool, "holds 1 records"):
+        ops.conventional_step(pool, 0, plan, *tokens, *weights)
+    if device.type == "cpu":
+        ops.step(pool, 0, plan, *tokens, *weights)
+        pool.commit(plan)
+        assert cursor(pool, 0)[3] == 2
+
+
+def test_long_row_is_never_committed_as_stepped(device):
+    """conv_step treats a long row as a prompt and keeps its last inputs only: there is no way back but abandon."""
+    pool = make_pool(device)
+    plan = pool.plan(int32([0], device), int32([9], device))
+    raw = torch.zeros((9, SMALL.conv_channels), device=device)
+    ops.conv_step(pool, 0, plan, raw, torch.zeros((SMALL.conv_channels, 4), device=device))
+    plan.use = "stepped"
+    with row_error(pool, "row 0: accepted is 0"):
+        pool.commit(plan, int32([0], device))
+    plan.open = True
+    pool.abandon(plan)
+    assert pool.cursors([0]).flags.tolist() == [2]
+
+
 def test_step_refuses_long_rows(device):
     pool = make_pool(device)
     tokens, weights = random_tokens(SMALL, torch.float32, 6, device), Weights.random(SMALL, device)

@@ -335,7 +335,7 @@ def test_flush_then_step_is_step(device, checkpoint):
         plans = [pool.plan([0, 1, 2], counts) for pool in pools]
         whole = ops.step(pools[0], 0, plans[0], *tokens, *weights)
         pool, plan = pools[1], plans[1]
-        plan.require_use("stepped")
+        plan.use = "stepped"
         call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
         torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
         split = torch.zeros_like(whole)

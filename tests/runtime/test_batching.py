@@ -285,3 +285,71 @@ def test_bad_requests_are_refused(small, prompt, params, message):
 def test_bad_engine_options_are_refused(small, options, message):
     with pytest.raises(ValueError, match=message):
         Engine(small, **options)
+
+
+@pytest.mark.parametrize("method", ["reset", "load"])
+def test_slot_that_cannot_be_prepared_ends_its_request_only(small, monkeypatch, method):
+    """Nobody ever runs on a slot that still holds another sequence's memory."""
+    engine = Engine(small, device="cpu", max_batch=1)
+    (expected,) = engine.generate([PROMPTS[0]], endless(20))
+    if method == "load":
+        text = engine.add_request(PROMPTS[1], endless(20))
+        engine.step()
+        engine.preempt(text)
+    else:
+        text = engine.add_request(PROMPTS[1], endless(20))
+
+    def broken(*arguments):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory, method, broken)
+        with pytest.raises(MemoryError, match="no memory"):
+            engine.step()
+    assert text.finish_reason == "error" and text.slot is None
+    assert engine.generate([PROMPTS[0]], endless(20))[0].tokens == expected.tokens
+
+
+def test_preempted_request_survives_an_interrupted_commit_in_its_slot(small, monkeypatch):
+    engine = Engine(small, device="cpu", max_batch=1)
+    (expected,) = engine.generate([PROMPTS[0]], endless(20))
+    text = engine.add_request(PROMPTS[0], endless(20))
+    for _ in range(6):
+        engine.step()
+    other = engine.add_request(PROMPTS[1], endless(20))
+    engine.preempt(text)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory.pool, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert other.finish_reason == "error"
+    drain(engine, text)
+    assert text.tokens == expected.tokens
+
+
+def test_refused_batch_leaves_nobody_in_line(small):
+    engine = Engine(small, device="cpu", max_batch=2)
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        engine.generate([PROMPTS[0], []], endless(5))
+    with pytest.raises(ValueError, match="shorter"):
+        engine.generate(PROMPTS[:2], [endless(5)])
+    assert engine.step() == []
+
+
+def test_logits_of_bad_tokens(small):
+    engine = Engine(small, device="cpu", context=8)
+    for tokens, match in (
+        ([], "the prompt has no tokens"),
+        ([-1], "prompt token -1 is outside 0..1023"),
+        ([1024], "prompt token 1024 is outside"),
+        ([1] * 9, "9 tokens are more than the context of 8"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.logits(tokens)
+    with pytest.raises(TypeError):
+        engine.add_request([3.7])
+    assert engine.logits([1, 2]).shape == (2, 1024)

@@ -98,3 +98,22 @@ def test_seed_decides_the_text_and_the_batch_does_not(device):
 def test_bad_parameters_are_refused(knobs, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**knobs)
+
+
+@pytest.mark.parametrize("name, value", [("max_tokens", 2.5), ("top_k", "3"), ("seed", 1.5)])
+def test_counts_and_seeds_are_ints(name, value):
+    with pytest.raises(TypeError, match=f"{name} is {value!r}, expected an int"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("stop", ["end", (5,), (b"x",), ("",)])
+def test_stop_is_a_tuple_of_strings(stop):
+    with pytest.raises(ValueError, match="stop is .*, expected a tuple of non-empty strings"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-30, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature):
+    logits = 50 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(8)]
+    assert draw(logits, params, [0] * 8) == logits.argmax(-1).tolist()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ class Piece:
 
 class Engine:
     """A model with its memory, serving up to `max_batch` sequences at once; more wait in line.
+
+    For one thread: `step`, `stream`, `cancel` and `preempt` must not run at the same time.
 
     Args:
         checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format.
@@ -134,11 +137,7 @@ class Engine:
 
         prompt: text, or token ids as they are. Raises ValueError if it is empty, holds an unknown id, or is too long.
         """
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise ValueError("the prompt has no tokens, expected at least one")
-        if unknown := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
-            raise ValueError(f"prompt token {unknown[0]} is outside 0..{self.config.vocab_size - 1}")
+        tokens = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(tokens) + params.max_tokens > self.context:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} are more than the context "
@@ -152,6 +151,14 @@ class Engine:
         self._scheduler.add(sequence)
         return sequence
 
+    def _checked(self, tokens: Several[int]) -> list[int]:
+        tokens = [index(token) for token in tokens]
+        if not tokens:
+            raise ValueError("the prompt has no tokens, expected at least one")
+        if unknown := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
+            raise ValueError(f"prompt token {unknown[0]} is outside 0..{self.config.vocab_size - 1}")
+        return tokens
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's slot away and puts it at the end of the line. It later continues bit for bit, in
         whatever slot is free then. A sequence that has no slot stays where it is."""
@@ -163,6 +170,7 @@ class Engine:
         """Ends a request now, wherever it is; its slot is free for others."""
         if sequence.finish_reason is None:
             sequence.finish("cancelled")
+            sequence.saved = None
             self._scheduler.release(sequence)
 
     def generate(
@@ -173,9 +181,16 @@ class Engine:
         """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
-        sequences = [self.add_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-        while any(sequence.finish_reason is None for sequence in sequences):
-            self.step()
+        sequences = []
+        try:
+            for prompt, p in zip(prompts, params, strict=True):
+                sequences.append(self.add_request(prompt, p))
+            while any(sequence.finish_reason is None for sequence in sequences):
+                self.step()
+        except BaseException:
+            for sequence in sequences:
+                self.cancel(sequence)
+            raise
         return sequences
 
     def stream(self, prompt: str | Several[int], params: SamplingParams = _GREEDY) -> Iterator[Piece]:
@@ -198,6 +213,9 @@ class Engine:
     @torch.inference_mode()
     def logits(self, tokens: Several[int]) -> torch.Tensor:
         """Logits fp32 [len(tokens), vocab] after each of `tokens`, in a free slot: to score or compare texts."""
+        tokens = self._checked(tokens)
+        if len(tokens) > self.context:
+            raise ValueError(f"{len(tokens)} tokens are more than the context of {self.context}")
         self._attribute_traffic("prefill")
         slot = self._scheduler.take_slot()
         try:
@@ -256,12 +274,16 @@ class Engine:
         """One forward pass, of prompt chunks or of one token for every running text. Returns the sequences that got a
         token.
         """
-        for sequence in self._scheduler.admit():
-            if sequence.saved is None:
+        admitted = self._scheduler.admit()
+        try:
+            for sequence in admitted:
                 self.memory.reset(sequence.slot, sequence.request_id)
-            else:
-                self.memory.load(sequence.slot, sequence.saved)
-                sequence.saved = None
+                if sequence.saved is not None:
+                    self.memory.load(sequence.slot, sequence.saved)
+                    sequence.saved = None
+        except BaseException:
+            self._drop(admitted)
+            raise
         chunks = self._scheduler.next_prompts()
         sequences = [sequence for sequence, _ in chunks] if chunks else self._scheduler.decoding()
         if not sequences:

@@ -32,13 +32,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self):
+        for name in ("max_tokens", "top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected an int")
         for name, valid, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("seed", 0 <= self.seed < 2**64, "in 0 .. 2^64-1"),
-            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of non-empty strings"),
+            (
+                "stop",
+                not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop),
+                "a tuple of non-empty strings",
+            ),
         ):
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
@@ -68,7 +75,7 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[i
     vocab = logits.shape[-1]
     knobs = torch.tensor(
         [
-            (p.temperature or 1.0, p.top_k or vocab, p.top_p, uniform(p.seed, position))
+            (max(p.temperature, 1e-30) if p.temperature else 1.0, p.top_k or vocab, p.top_p, uniform(p.seed, position))
             for p, position in zip(params, positions, strict=True)
         ],
         dtype=torch.float32,
@@ -81,7 +88,9 @@ def _draw(logits: torch.Tensor, knobs: torch.Tensor) -> torch.Tensor:
     """Inverts the cumulative distribution of each row. knobs fp32 [k, 4]: temperature, top_k, top_p, uniform number."""
     temperature, top_k, top_p, u = (column[:, None] for column in knobs.unbind(-1))
     # Rows that only pad a tile have temperature 0: their result is dropped, whatever it is.
-    ordered, tokens = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    # Measured from the largest logit, so that no temperature overflows.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
     probability = ordered.masked_fill(rank >= top_k, float("-inf")).softmax(-1)
     before = probability.cumsum(-1) - probability

@@ -184,14 +184,15 @@ typedef enum {
   REPLAYSSM_ROW_SLOT_RANGE = 1, /* slot outside -1..num_slots-1 */
   REPLAYSSM_ROW_SLOT_OPEN =
       2, /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
-  REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; expected: its flags */
-  REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
-  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
-  REPLAYSSM_ROW_TOO_LONG = 6,       /* step got a row of more than max_step_tokens */
-  REPLAYSSM_ROW_ACCEPTED_RANGE = 7, /* accepted outside 0..count, or not the whole count of folded tokens */
-  REPLAYSSM_ROW_NOT_PLANNED = 8,    /* commit/abandon of a slot that this plan did not open */
-  REPLAYSSM_ROW_NO_DECAY = 9,       /* materialize of records without A_log */
-  REPLAYSSM_ROW_HAS_RECORDS = 10    /* conventional_step of a slot that holds records; given: their number */
+  REPLAYSSM_ROW_SLOT_INVALID = 3, /* slot must be reset, loaded or restored first; expected: its flags */
+  REPLAYSSM_ROW_COUNT_RANGE = 4,  /* count < 0 */
+  REPLAYSSM_ROW_TOKEN_RANGE = 5,  /* the row's tokens lie beyond the token tensors; given: first + count */
+  REPLAYSSM_ROW_TOO_LONG = 6,     /* step got a row of more than max_step_tokens */
+  REPLAYSSM_ROW_ACCEPTED_RANGE =
+      7, /* accepted outside 0..count, not the whole count of folded tokens, or a stepped LONG row */
+  REPLAYSSM_ROW_NOT_PLANNED = 8, /* commit/abandon of a slot that this plan did not open */
+  REPLAYSSM_ROW_NO_DECAY = 9,    /* materialize of records without A_log */
+  REPLAYSSM_ROW_HAS_RECORDS = 10 /* conventional_step of a slot that holds records; given: their number */
 } replayssm_row_error;
 
 /* Traffic counters, int64 each, added up by commit for one layer. */

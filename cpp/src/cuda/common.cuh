@@ -33,8 +33,12 @@ inline replayssm_status check(cudaError_t error, const char* op) {
   return fail(REPLAYSSM_CUDA_ERROR, "%s: %s (%s)", op, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
+// Dynamic shared memory that every supported architecture grants on request; more than any kernel here asks for.
+constexpr int kSharedLimit = 99 * 1024;
+
 // A one-dimensional grid of `blocks` CTAs. Shared memory above the 48 KB that need no permission is permitted here too,
-// not only in load_kernels(): the call is no stream operation, so it may happen under capture.
+// not only in load_kernels(): the call is no stream operation, so it may happen under capture. Always up to the same
+// limit, so that no launch takes back what another thread's launch was granted.
 template <typename... Params>
 replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                         const replayssm_exec& exec, const std::decay_t<Params>&... params) {
@@ -43,8 +47,7 @@ replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t block
                 static_cast<long long>(blocks), INT32_MAX);
   }
   if (shared > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
     if (error != cudaSuccess) return check(error, op);
   }
   kernel<<<static_cast<unsigned>(blocks), threads, shared, stream_of(exec)>>>(params...);

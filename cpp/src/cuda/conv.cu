@@ -137,7 +137,10 @@ __global__ __launch_bounds__(kThreads) void conv_kernel(const __grid_constant__ 
       for (int c = 0; c < kChannels; ++c) {
         float sum = bias[c];
 #pragma unroll
-        for (int k = 0; k < kTaps; ++k) sum = fmaf(weight[k][c], window[k][c], sum);
+        for (int k = 0; k < kTaps; ++k) {
+          // Inputs that the kernel does not reach are skipped, not multiplied by zero: they may be Inf or NaN.
+          if (kTaps == 4 || k >= first_tap) sum = fmaf(weight[k][c], window[k][c], sum);
+        }
         y[c] = sum / (1.0f + expf(-sum));
 #pragma unroll
         for (int k = 0; k < kTaps - 1; ++k) window[k][c] = window[k + 1][c];

@@ -394,7 +394,7 @@ replayssm_status prefill(const replayssm_exec& exec, const Problem& problem, con
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
   const int32_t checkpoint_type = checkpoint_dtype(problem.config.checkpoint);
   const int64_t slices = (problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
-  const int64_t blocks = rows * problem.geometry.num_heads * slices;
+  const int64_t blocks = slices * rows * problem.geometry.num_heads;
   const int window = problem.config.window;
   if (problem.geometry.state_dim == 64) {
     return launch("prefill", prefill_kernel<64>, blocks, kThreads, prefill_shared_bytes<64>(window), exec, params,

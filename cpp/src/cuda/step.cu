@@ -52,8 +52,7 @@ struct StepShared {
         bytes(fold_decay + 4) {}
 };
 constexpr int kMaxRecords = REPLAYSSM_MAX_WINDOW + REPLAYSSM_MAX_STEP_TOKENS;
-static_assert(StepShared(128, kMaxStateDim, kMaxRecords, REPLAYSSM_MAX_STEP_TOKENS, 4).bytes <= 99 * 1024,
-              "the smallest opt-in limit of the supported architectures");
+static_assert(StepShared(128, kMaxStateDim, kMaxRecords, REPLAYSSM_MAX_STEP_TOKENS, 4).bytes <= kSharedLimit);
 
 // Eight elements into shared memory: 16-bit ones as they are, asynchronously; float32 converted.
 template <typename Staged>
@@ -147,8 +146,8 @@ __device__ inline void evaluate(const uint4 (&state)[kRows][kChunks], const Outp
 }
 
 template <int kHeadDim, typename Stored, typename Staged>
-__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void step_kernel(
-    const __grid_constant__ ScanParams params) {
+__global__ __launch_bounds__(kThreads,
+                             Tile<kHeadDim>::kCtasPerSm) void step_kernel(const __grid_constant__ ScanParams params) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
   constexpr int kVec = Packed<Stored>::kVec;
@@ -491,7 +490,7 @@ StepChoice choose_step(int tuned_head_dim, int activation) {
 
 replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params) {
   const int64_t slices = (params.problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
-  const int64_t blocks = std::min(kFoldBlocks, params.rows * params.problem.geometry.num_heads * slices);
+  const int64_t blocks = std::min(kFoldBlocks, slices * params.rows * params.problem.geometry.num_heads);
   const size_t shared = StagedRecords::bytes(params.problem.config.window, params.problem.geometry.state_dim);
   return with_checkpoint(params.problem.config.checkpoint, [&](auto stored) {
     return launch(op, fold_kernel<decltype(stored)>, blocks, kThreads, shared, exec, params);
@@ -528,12 +527,9 @@ cudaError_t load_step_kernels() {
       for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
         const StepChoice choice =
             with_checkpoint(format, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, activation); });
-        const int largest = StepShared(head_dim > 0 ? head_dim : 128, kMaxStateDim, kMaxRecords,
-                                       REPLAYSSM_MAX_STEP_TOKENS, choice.element)
-                                .bytes;
         cudaError_t step_error = load_kernel(choice.kernel);
-        if (step_error == cudaSuccess && largest > 48 * 1024) {
-          step_error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, largest);
+        if (step_error == cudaSuccess) {
+          step_error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
         }
         if (step_error != cudaSuccess) return step_error;
       }

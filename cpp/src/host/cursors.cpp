@@ -2,6 +2,7 @@
 //
 // reset, plan, commit, abandon on the host. Each checks every row before it changes the first cursor.
 #include <algorithm>
+#include <cstdint>
 
 #include "host/rows.h"
 
@@ -38,26 +39,31 @@ replayssm_status plan(const replayssm_exec&, const Problem& problem, const repla
   auto count_of = [&](int32_t i) { return counts ? counts[i] : uniform_count; };
 
   bool good = true;
+  int64_t end = 0;
   for (int32_t i = 0; good && i < rows; ++i) {
     good = slot_in_range(table, slots, i);
-    if (good && count_of(i) < 0) {
+    end += std::max(count_of(i), 0);
+    if (!good || slots[i] < 0) continue;
+    if (count_of(i) < 0) {
       report(table, REPLAYSSM_ROW_COUNT_RANGE, i, count_of(i), 0);
       good = false;
-    }
-    if (!good || slots[i] < 0) continue;
-    const replayssm_row_error error =
-        named_before(slots, i) ? REPLAYSSM_ROW_SLOT_OPEN : slot_usable(table.cursors[slots[i]].flags);
-    if (error != REPLAYSSM_ROW_OK) {
-      report(table, error, i, slots[i], table.cursors[slots[i]].flags);
+    } else if (end > INT32_MAX) {
+      report(table, REPLAYSSM_ROW_TOKEN_RANGE, i, end, INT32_MAX);
       good = false;
+    } else {
+      const replayssm_row_error error =
+          named_before(slots, i) ? REPLAYSSM_ROW_SLOT_OPEN : slot_usable(table.cursors[slots[i]].flags);
+      good = error == REPLAYSSM_ROW_OK;
+      if (!good) report(table, error, i, slots[i], table.cursors[slots[i]].flags);
     }
   }
 
   *header = {};
   header->rows = rows;
-  int32_t first_token = 0;
+  end = 0;
   for (int32_t i = 0; i < rows; ++i) {
     const int32_t count = std::max(count_of(i), 0);
+    const auto first_token = static_cast<int32_t>(std::min<int64_t>(end, INT32_MAX));
     if (good && slots[i] >= 0) {
       replayssm_cursor& cursor = table.cursors[slots[i]];
       planned[i] = make_plan_row(problem, cursor, slots[i], first_token, count);
@@ -67,9 +73,9 @@ replayssm_status plan(const replayssm_exec&, const Problem& problem, const repla
     } else {
       planned[i] = padded_plan_row(first_token, count);
     }
-    first_token += count;
+    end += count;
   }
-  header->num_tokens = first_token;
+  header->num_tokens = static_cast<int32_t>(std::min<int64_t>(end, INT32_MAX));
   return REPLAYSSM_OK;
 }
 
