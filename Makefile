@@ -39,7 +39,7 @@ $(VENV)/installed-test: $(VENV)/installed
 	touch $@
 
 build/core/replayssm_test: $(VENV)/installed $(NATIVE_SOURCES)
-	$(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	$(BIN)/cmake -S . -B build/core -G Ninja "-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja" \
 	    -DREPLAYSSM_CUDA=OFF -DREPLAYSSM_BUILD_TESTS=ON > build/core.log
 	$(BIN)/cmake --build build/core >> build/core.log
 

@@ -106,7 +106,7 @@ def _info(options) -> int:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cuda_ops": core.has_cuda(),
-        "cuda_architectures": [name for name in architectures.replace(",", ";").split(";") if name],
+        "cuda_architectures": architectures.split(),
         "missing": missing,
         "torch": None,
         "gpus": [],

@@ -15,7 +15,7 @@ import torch
 
 from .operators import ACTIVATIONS, DTYPE_CODES
 from .plan import FOLDED, STEPPED, Plan
-from .pool import StatePool
+from .pool import StatePool, require_layer
 
 _ops = torch.ops.trtllm_replayssm
 _FLOATS = frozenset(DTYPE_CODES)
@@ -186,24 +186,30 @@ def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_l
         _require(pool, "D", D, heads, _FLOATS, _WHOLE)
     if dt_bias is not None:
         _require(pool, "dt_bias", dt_bias, heads, _FLOATS, _WHOLE)
-    low, high = dt_limit
+    try:
+        low, high = map(float, dt_limit)
+    except (TypeError, ValueError):
+        raise TypeError(f"dt_limit: expected (lower, upper), got {dt_limit!r}") from None
     if not 0.0 <= low <= high:
         raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {tuple(dt_limit)}")
     out = _output(pool, out, head_rows)
     plan.require_use(use)
+    if layer in plan.done:
+        raise ValueError(f"layer: expected one whose op has not run on this plan, got {layer} again; its tokens are in")
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     return (*call, x, B, C, dt, A_log, D, dt_bias, out, low, high)
 
 
 def _note_use(pool: StatePool, layer: int, plan: Plan, use: str, A_log: torch.Tensor):
     """After the op, so that one that raised leaves the plan as it was."""
-    plan.use = use
+    plan.note_use(use, layer)
     pool.decay[layer] = A_log
 
 
 def _require_plan(pool: StatePool, layer: int, plan: Plan):
-    if not 0 <= layer < pool.num_layers:
-        raise ValueError(f"layer: expected 0..{pool.num_layers - 1} of {pool.num_layers} layers, got {layer}")
+    require_layer(layer, pool.num_layers)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
     plan.require_open(pool)
 
 

@@ -22,10 +22,11 @@ class Plan:
         max_count: the largest of them; None where `counts` is.
         use: what consumes the plan: "stepped" (ops.step), "folded" (ops.prefill, ops.conventional_step), or None before
             the first of these. It stays when the plan is reused through `out=`: a captured graph repeats the same ops.
+        done: layers in which that op has run since the plan was made. Running it twice would fold or append twice.
         open: planned and neither committed nor abandoned.
     """
 
-    __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "open")
+    __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "done", "open")
 
     def __init__(self, pool, rows: int):
         self.pool = pool
@@ -35,10 +36,12 @@ class Plan:
         self.num_tokens: int | None = None
         self.max_count: int | None = None
         self.use: str | None = None
+        self.done: set[int] = set()
         self.open = False
 
     def set_counts(self, counts: list[int] | None):
-        """Records the token counts of a new step: one int a row, or None if only the device knows them."""
+        """Begins a new step of these token counts: one int a row, or None if only the device knows them."""
+        self.done.clear()
         self.counts = counts
         self.num_tokens = None if counts is None else sum(counts)
         self.max_count = None if counts is None else max(counts, default=0)
@@ -49,6 +52,11 @@ class Plan:
             raise ValueError("plan: expected a plan of this pool, got one of another pool")
         if not self.open:
             raise ValueError("plan: expected an outstanding plan, got one that was committed, abandoned or never made")
+
+    def note_use(self, use: str, layer: int):
+        """An op of this kind has run in a layer."""
+        self.use = use
+        self.done.add(layer)
 
     def require_use(self, use: str):
         """ValueError if something else already consumes the plan."""

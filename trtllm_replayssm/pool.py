@@ -67,7 +67,10 @@ class StatePool:
             raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
         if num_layers < 0:
             raise ValueError(f"num_layers: expected 0 or more, got {num_layers}")
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"device: expected cpu or cuda, got {device!r}") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: expected cpu or cuda, got {device}")
         if device.type == "cuda" and not _core.has_cuda():
@@ -178,6 +181,11 @@ class StatePool:
             if self.num_layers:
                 raise ValueError("plan: expected one that ops.step or ops.prefill consumed, got one that none did")
             use = FOLDED if accepted is None else STEPPED
+        elif len(plan.done) < self.num_layers:
+            skipped = next(layer for layer in range(self.num_layers) if layer not in plan.done)
+            raise ValueError(
+                f"plan: expected one whose tokens went through every layer, got one without layer {skipped}"
+            )
         if isinstance(accepted, torch.Tensor):
             accepted = device_rows("accepted", accepted, self.device)
         elif accepted is not None:
@@ -294,7 +302,9 @@ class StatePool:
         parts = snapshot.parse(blob, self.layout, self.num_layers, len(rows))
         cursors = parts.cursors.clone().view(torch.int64)
         for row, (tokens, _, writes, history) in enumerate(cursors.tolist()):  # flags, the upper half of history, are 0
-            if not (0 <= history <= min(tokens, self.config.window) and tokens < 2**62 and 0 <= writes < 2**62):
+            if not (0 <= history <= min(tokens, self.config.window) and tokens < 2**62 and 0 <= writes < 2**62) or (
+                writes == 0 and history != tokens
+            ):
                 raise ValueError(f"blob: saved slot {row} has impossible cursors: {tokens=}, {writes=}, {history=}")
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
         for slot, flags in zip(rows, (self._cursors.index_select(0, picked)[:, 3] >> 32).tolist(), strict=True):
@@ -382,8 +392,7 @@ class StatePool:
         return (rows, g.num_heads, g.head_dim, g.state_dim), (rows, g.conv_kernel - 1, g.conv_channels)
 
     def _require_layer(self, layer: int):
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0..{self.num_layers - 1} of {self.num_layers} layers, got {layer}")
+        require_layer(layer, self.num_layers)
 
     def _require_floats(self, name: str, tensor, shape: tuple[int, ...], dtypes):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
@@ -396,6 +405,14 @@ class StatePool:
             )
         if tensor.device != self.device:
             raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
+
+
+def require_layer(layer: int, num_layers: int):
+    """TypeError or ValueError unless `layer` is one of a pool's layers."""
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise TypeError(f"layer: expected an int, got {layer!r}")
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer: expected 0..{num_layers - 1} of {num_layers} layers, got {layer}")
 
 
 def _require_rows(name: str, given: int, expected: int):

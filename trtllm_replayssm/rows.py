@@ -16,7 +16,9 @@ def host_rows(name: str, values, low: int, high: int) -> list[int]:
     try:
         rows = [index(value) for value in values]
     except TypeError:
-        raise TypeError(f"{name}: expected ints, got {values!r}") from None
+        rows = None
+    if rows is None or any(isinstance(value, bool) for value in values):
+        raise TypeError(f"{name}: expected ints, got {values!r}")
     for row, value in enumerate(rows):
         if not low <= value <= high:
             raise ValueError(f"{name}[{row}]: expected {low}..{high}, got {value}")

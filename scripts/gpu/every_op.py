@@ -97,7 +97,7 @@ class Pair:
             return getattr(ops, op)
 
         def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias):
-            plan.use = "stepped"
+            plan.note_use("stepped", layer)
             call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
             operators = torch.ops.trtllm_replayssm
             operators.flush(*call, A_log)

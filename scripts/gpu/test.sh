@@ -24,7 +24,11 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
+for step in ${steps//,/ }; do
+  case "$step" in build|test|sanitize|bench) ;; *) echo "unknown step: $step (build, test, sanitize, bench)" >&2; exit 2 ;; esac
+done
 mkdir -p "$out"
+rm -f "$out"/*.log "$out"/*.json
 declare -A result
 
 # stage NAME COMMAND...: runs a wanted stage, keeps its log, shows its end, records its exit code and seconds.
@@ -48,11 +52,14 @@ TAIL=3 stage build python3 -m pip install --quiet --no-build-isolation --no-deps
 
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8" || true)
 # shellcheck disable=SC2086
-TAIL=25 stage test python3 -m pytest tests/ops tests/runtime -p no:cacheprovider -q $workers --timeout 300
+TAIL=25 stage test python3 -m pytest tests -p no:cacheprovider -q $workers --timeout 300
+# Without torch's caching every tensor is an allocation of its own, and an access beyond it an error.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool in memcheck racecheck initcheck; do
   TAIL=3 stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
     python3 scripts/gpu/every_op.py
 done
+unset PYTORCH_NO_CUDA_MEMORY_CACHING
 TAIL=20 stage bench python3 benchmarks/kernel.py --geometry super --batches 1 32 256 --commit "$commit" \
   --output "$out/kernel.json"
 

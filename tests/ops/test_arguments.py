@@ -44,6 +44,9 @@ SCAN_CASES = [
     (dict(out=lambda x: x[:1].expand(3, H, P)), ValueError, "out: expected elements that do not overlap, got strides"),
     (dict(layer=lambda _: 2), ValueError, "layer: expected 0..1 of 2 layers, got 2"),
     (dict(layer=lambda _: -1), ValueError, "layer: expected 0..1 of 2 layers, got -1"),
+    (dict(layer=lambda _: 0.0), TypeError, "layer: expected an int, got 0.0"),
+    (dict(layer=lambda _: True), TypeError, "layer: expected an int, got True"),
+    (dict(dt_limit=lambda _: 0.1), TypeError, r"dt_limit: expected \(lower, upper\), got 0.1"),
 ]
 
 
@@ -62,6 +65,13 @@ def test_scan_arguments(device, op, change, error, match):
     assert plan.use is None
     op(pool, 0, plan, **good)
     assert not same_bits(pool.data, before)
+    with pytest.raises(ValueError, match="layer: expected one whose op has not run on this plan, got 0 again"):
+        op(pool, 0, plan, **good)
+    with pytest.raises(
+        ValueError, match="plan: expected one whose tokens went through every layer, got one without layer 1"
+    ):
+        pool.commit(plan)
+    op(pool, 1, plan, **good)
     pool.commit(plan)
 
 

@@ -36,7 +36,7 @@ def run(pool, raw, weight, bias, chunks, slot=0):
     for chunk in chunks:
         plan = pool.plan(slot, chunk)
         outputs.append(ops.conv_step(pool, 0, plan, raw[first : first + chunk], weight, bias))
-        plan.use = "folded"
+        plan.note_use("folded", 0)
         pool.commit(plan)
         first += chunk
     assert first == len(raw)
@@ -76,7 +76,7 @@ def test_rejected_tokens_leave_no_trace(device):
         raw = inputs(SMALL, torch.float32, count, device, seed=cycle)
         plan = pool.plan(0, count)
         out = array(ops.conv_step(pool, 0, plan, raw, weight, bias))
-        plan.use = "folded" if prompt else "stepped"
+        plan.note_use("folded" if prompt else "stepped", 0)
         pool.commit(plan, accepted)
         expected = oracle.convolve(committed, array(raw), array(weight), array(bias))
         np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6)

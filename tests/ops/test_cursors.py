@@ -364,7 +364,7 @@ def test_long_row_is_never_committed_as_stepped(device):
     plan = pool.plan(int32([0], device), int32([9], device))
     raw = torch.zeros((9, SMALL.conv_channels), device=device)
     ops.conv_step(pool, 0, plan, raw, torch.zeros((SMALL.conv_channels, 4), device=device))
-    plan.use = "stepped"
+    plan.note_use("stepped", 0)
     with row_error(pool, "row 0: accepted is 0"):
         pool.commit(plan, int32([0], device))
     plan.open = True

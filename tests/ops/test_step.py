@@ -69,6 +69,33 @@ def test_two_thousand_steps_in_all_phases(device, window):
     assert pool.stats()["flushes"] == sum((steps - join - 1) // window for join in joins)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("activation", ["bf16", "fp16"])
+def test_two_thousand_steps_of_the_tuned_kernels(device, head_dim, activation):
+    """16-bit activations and the head sizes that have kernels of their own, every step judged by itself (A04, A17)."""
+    steps, rows = 2000, 2
+    geometry = MambaGeometry(num_heads=2, head_dim=head_dim, num_groups=1, state_dim=128)
+    pool = StatePool(geometry, ReplayConfig(window=16, activation=activation), rows, 1, device)
+    pool.data.fill_(0xFF)
+    weights = Weights.random(geometry, device, max_decay=32.0)
+    tokens = random_tokens(geometry, pool.activation, steps * rows, device)
+    outputs, plan = [], None
+    for step in range(steps):
+        slots = torch.tensor([0, 1 if step >= 7 else -1], dtype=torch.int32, device=device)
+        plan = pool.plan(slots, out=plan)
+        outputs.append(ops.step(pool, 0, plan, *tokens.span(step * rows, (step + 1) * rows), *weights))
+        pool.commit(plan)
+    pool.validate()
+    exact = np.stack([zero_state(geometry)] * rows)
+    for step in range(steps):
+        live = slice(0, 2 if step >= 7 else 1)
+        batch = Tokens(*(t[live, None] for t in tokens.span(step * rows, (step + 1) * rows)))
+        y, states = recur(exact[live], batch, weights)
+        exact[live] = states[-1]
+        assert_accurate(outputs[step][live], y[:, 0])
+    assert pool.stats()["flushes"] == (steps - 1) // 16 + (steps - 8) // 16
+
+
 @pytest.mark.parametrize(
     "geometry, activation, checkpoint",
     [
@@ -335,7 +362,7 @@ def test_flush_then_step_is_step(device, checkpoint):
         plans = [pool.plan([0, 1, 2], counts) for pool in pools]
         whole = ops.step(pools[0], 0, plans[0], *tokens, *weights)
         pool, plan = pools[1], plans[1]
-        plan.use = "stepped"
+        plan.note_use("stepped", 0)
         call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
         torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
         split = torch.zeros_like(whole)
