@@ -15,7 +15,7 @@ import torch
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
-SLOTS = 4
+SLOTS = 5
 # (geometry, activation, checkpoint): the tuned kernels of both head sizes, and the generic one
 CASES = [
     (MambaGeometry(num_heads=4, head_dim=64, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
@@ -34,6 +34,8 @@ ROUNDS = [  # (slots, tokens a row, op)
     ([2], [9], "prefill"),
     ([1], [1], "conventional_step"),
     ([1, -1], [2, 1], "conventional_step"),
+    ([1, -1, 4], [3, 1, 2], "conventional_verify"),
+    ([4, 1], [2, 3], "conventional_verify"),
 ]
 
 
@@ -43,6 +45,7 @@ class Pair:
     def __init__(self, geometry: MambaGeometry, activation: str, checkpoint: str, generator: torch.Generator):
         config = ReplayConfig(window=6, max_step_tokens=3, checkpoint=checkpoint, activation=activation)
         self.pools = [StatePool(geometry, config, SLOTS, num_layers=2, device=device) for device in ("cpu", "cuda")]
+        self.state_snapshots = [pool.allocate_snapshots() for pool in self.pools]
         self.geometry = geometry
         self.generator = generator
         self.dtype = self.pools[0].activation
@@ -84,7 +87,14 @@ class Pair:
                         dt[side],
                         *(parameter[side] for parameter in heads),
                     )
-                    rows += [xBC, self.layer_op(op)(pool, layer, plan, *arguments)]
+                    if op == "conventional_verify":
+                        snapshots = self.state_snapshots[side][layer]
+                        out = ops.conventional_verify(pool, layer, plan, *arguments, snapshots=snapshots)
+                        # The states after the last token of each row.
+                        last = [snapshots[s, n - 1] for s, n in zip(slots, counts, strict=True) if s >= 0]
+                        rows += [xBC, out, torch.stack(last)]
+                    else:
+                        rows += [xBC, self.layer_op(op)(pool, layer, plan, *arguments)]
                 pool.commit(plan, accepted, check=True)
                 outputs.append(rows)
             for host, device in zip(*outputs, strict=True):
@@ -113,6 +123,7 @@ class Pair:
         self.check("materialize", states[0][0][[0, 2]], states[1][0][[0, 2]])
         self.check("materialize (conv)", states[0][1][[0, 2]], states[1][1][[0, 2]])
         for pool in self.pools:
+            pool.reset([1])  # its state is a snapshot
             pool.copy([0], [1])
             pool.load([2], pool.save([1]))
             for layer in range(2):

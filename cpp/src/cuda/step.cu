@@ -147,8 +147,8 @@ __device__ inline void evaluate(const uint4 (&state)[kRows][kChunks], const Outp
 }
 
 template <int kHeadDim, typename Stored, typename Staged>
-__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void step_kernel(
-    const __grid_constant__ ScanParams params) {
+__global__ __launch_bounds__(kThreads,
+                             Tile<kHeadDim>::kCtasPerSm) void step_kernel(const __grid_constant__ ScanParams params) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
   constexpr int kVec = Packed<Stored>::kVec;
@@ -163,7 +163,7 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void step_ker
   const int tid = threadIdx.x, group = tid / kLanes, lane = tid % kLanes;
 
   const replayssm_plan_row row = params.planned[row_index];
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.error,
              head == 0 && tid == 0) ||
       row.count == 0) {
     return;
