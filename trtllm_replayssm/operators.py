@@ -34,6 +34,7 @@ SCHEMAS = {
     "step": f"{_SCAN}, bool flushed",
     "prefill": _SCAN,
     "conventional_step": _SCAN,
+    "conventional_verify": f"{_SCAN}, Tensor(d!) snapshots",
     "materialize": "Tensor(a!) table, Tensor data, str spec, int layer, Tensor slots, Tensor? A_log, Tensor(b!) state, "
     "Tensor(c!) conv_tail",
     "restore": f"{_POOL}, int layer, Tensor slots, Tensor state, Tensor conv_tail",
@@ -119,7 +120,7 @@ def flush(table, data, spec, layer, plan, rows, A_log):
     )
 
 
-def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count):
+def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count, *more):
     run(
         _stream(table),
         table.data_ptr(),
@@ -144,6 +145,7 @@ def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, o
         dt_max,
         x.shape[0],
         max_count,
+        *more,
     )
 
 
@@ -159,6 +161,12 @@ def prefill(table, data, spec, *arguments):
 
 def conventional_step(table, data, spec, *arguments):
     _scan(core_spec(spec).conventional_step, table, data, *arguments)
+
+
+def conventional_verify(table, data, spec, *arguments):
+    *arguments, snapshots = arguments
+    stride = snapshots.stride(0) * snapshots.element_size()
+    _scan(core_spec(spec).conventional_verify, table, data, *arguments, snapshots.data_ptr(), stride)
 
 
 def materialize(table, data, spec, layer, slots, A_log, state, conv_tail):

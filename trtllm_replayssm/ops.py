@@ -14,7 +14,7 @@ from math import inf
 import torch
 
 from .operators import ACTIVATIONS, DTYPE_CODES
-from .plan import FOLDED, STEPPED, Plan
+from .plan import FOLDED, SNAPSHOTTED, STEPPED, Plan
 from .pool import StatePool, require_layer
 
 _ops = torch.ops.trtllm_replayssm
@@ -103,15 +103,9 @@ def step(
     Raises:
         ValueError: among others, a row of more than max_step_tokens tokens.
     """
-    limit = pool.config.max_step_tokens
-    if plan.max_count is not None and plan.max_count > limit:
-        row = plan.counts.index(plan.max_count)
-        raise ValueError(
-            f"plan: expected at most max_step_tokens = {limit} tokens a row, got {plan.max_count} in row {row}; "
-            "use ops.prefill for longer chunks"
-        )
+    max_count = _step_bound(pool, plan)
     arguments = _scan_arguments(pool, layer, plan, STEPPED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
-    _ops.step(*arguments, min(_bound(plan, limit), limit), False)
+    _ops.step(*arguments, max_count, False)
     _note_use(pool, layer, plan, STEPPED, A_log)
     return arguments[-3]
 
@@ -167,6 +161,60 @@ def conventional_step(
     _ops.conventional_step(*arguments, _bound(plan, x.shape[0]))
     _note_use(pool, layer, plan, FOLDED, A_log)
     return arguments[-3]
+
+
+def conventional_verify(
+    pool: StatePool,
+    layer: int,
+    plan: Plan,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    *,
+    snapshots: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The classical verification kernel, the baseline: one read of the state, and one write after each token.
+
+    After a commit of `accepted` tokens the slot's state is snapshot accepted - 1, which the next verification reads;
+    nothing is selected or copied. From its first commit until a reset, a slot is for this op only. A verification after
+    the first that accepts no token leaves its slot invalid: it has overwritten the state it began with. Arguments and
+    result as for `step`.
+
+    Args:
+        snapshots: checkpoint dtype [num_slots, max_step_tokens, H, P, N] of this layer, the same from step to step
+            (`pool.allocate_snapshots`); contiguous but for its first dimension.
+
+    Raises:
+        ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
+    """
+    max_count = _step_bound(pool, plan)
+    _require(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.checkpoint_dtype}), _STRIDED)
+    if not snapshots[0].is_contiguous():
+        raise ValueError(f"snapshots: expected contiguous slots, got strides {snapshots.stride()}")
+    arguments = _scan_arguments(pool, layer, plan, SNAPSHOTTED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
+    _ops.conventional_verify(*arguments, max_count, snapshots)
+    _note_use(pool, layer, plan, SNAPSHOTTED, A_log)
+    return arguments[-3]
+
+
+def _step_bound(pool: StatePool, plan: Plan) -> int:
+    """An upper bound of the plan's counts; ValueError if the host knows one above max_step_tokens."""
+    limit = pool.config.max_step_tokens
+    if plan.max_count is None:
+        return limit
+    if plan.max_count > limit:
+        row = plan.counts.index(plan.max_count)
+        raise ValueError(
+            f"plan: expected at most max_step_tokens = {limit} tokens a row, got {plan.max_count} in row {row}; "
+            "use ops.prefill for longer chunks"
+        )
+    return plan.max_count
 
 
 def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_limit, out) -> tuple:

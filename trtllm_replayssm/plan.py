@@ -5,8 +5,8 @@ import torch
 
 from . import _core
 
-STEPPED, FOLDED = "stepped", "folded"
-USE_CODES = {STEPPED: _core.STEPPED, FOLDED: _core.FOLDED}
+STEPPED, FOLDED, SNAPSHOTTED = "stepped", "folded", "snapshotted"
+USE_CODES = {STEPPED: _core.STEPPED, FOLDED: _core.FOLDED, SNAPSHOTTED: _core.SNAPSHOTTED}
 
 
 class Plan:
@@ -20,8 +20,9 @@ class Plan:
         counts: tokens of each row where the host knows them, else None.
         num_tokens: their sum, rows of the packed token tensors; None where `counts` is.
         max_count: the largest of them; None where `counts` is.
-        use: what consumes the plan: "stepped" (ops.step), "folded" (ops.prefill, ops.conventional_step), or None before
-            the first of these. It stays when the plan is reused through `out=`: a captured graph repeats the same ops.
+        use: what consumes the plan: "stepped" (ops.step), "folded" (ops.prefill, ops.conventional_step), "snapshotted"
+            (ops.conventional_verify), or None before the first of these. It stays when the plan is reused through
+            `out=`: a captured graph repeats the same ops.
         done: layers in which that op has run since the plan was made. Running it twice would fold or append twice.
         open: planned and neither committed nor abandoned.
     """

@@ -24,8 +24,8 @@ class Cursors(NamedTuple):
     tokens: torch.Tensor  # committed tokens since the reset
     stream: torch.Tensor  # the sequence's identity (the bits of a uint64)
     writes: torch.Tensor  # how often the checkpoint was written
-    history: torch.Tensor  # committed tokens whose records are not in the checkpoint
-    flags: torch.Tensor  # 1: a plan is outstanding, 2: abandoned, 4: half restored
+    history: torch.Tensor  # committed tokens whose records are not in the checkpoint; flag 8: the live snapshot, from 1
+    flags: torch.Tensor  # 1: a plan is outstanding, 2: abandoned, 4: half restored, 8: the state is a snapshot
 
 
 class StatePool:
@@ -51,6 +51,8 @@ class StatePool:
         data: uint8 [num_layers, num_slots, layout.slot_stride], the slots.
         table: uint8, the error word, counters, cursors and restore marks.
         decay: per layer, the A_log that a layer op was last given, or None.
+        checkpoint_dtype: torch dtype of the checkpoint.
+        snapshots_shape: of a layer's snapshots for `ops.conventional_verify`, (num_slots, max_step_tokens, H, P, N).
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class StatePool:
         self.layout = SlotLayout(geometry, config)
         self.activation = ACTIVATIONS[config.activation]
         self.activations = frozenset({self.activation})
+        self.checkpoint_dtype = ACTIVATIONS[config.checkpoint]
+        self.snapshots_shape = (num_slots, config.max_step_tokens, *self.layout.sections["checkpoint"].shape)
         self.spec = pool_spec(geometry, config, num_slots, num_layers)
         self._core = core_spec(self.spec)
         self.data = torch.zeros((num_layers, num_slots, self.layout.slot_stride), dtype=torch.uint8, device=device)
@@ -169,10 +173,12 @@ class StatePool:
         """Ends a plan: the first `accepted` tokens of each row become part of its sequence, the others never were.
 
         Args:
-            plan: outstanding, and consumed by `ops.step`, `ops.prefill` or `ops.conventional_step` in every layer.
+            plan: outstanding, and consumed by `ops.step`, `ops.prefill`, `ops.conventional_step` or
+                `ops.conventional_verify` in every layer.
             accepted: ints or int32 [rows], 0 <= accepted <= tokens of the row; entries of padded rows are ignored, but
                 ints must be in range. None: all tokens. Tokens of prefill and conventional_step are in the state: all
-                must be accepted.
+                must be accepted. Of those of conventional_verify accept one at least: 0 invalidates a slot whose state
+                was a snapshot.
             check: synchronise and raise what the error word holds, as `validate` does.
         """
         plan.require_open(self)
@@ -200,8 +206,9 @@ class StatePool:
     def abandon(self, plan: Plan):
         """Ends a plan with nothing committed.
 
-        Slots whose checkpoint its ops may have written (those it flagged to flush, and all after prefill) are invalid
-        until they are reset, loaded or restored; the others continue as if the plan had never been.
+        Slots whose state its ops may have written (those it flagged to flush, all after prefill, those whose state was
+        a snapshot after conventional_verify) are invalid until they are reset, loaded or restored; the others continue
+        as if the plan had never been.
         """
         plan.require_open(self)
         _ops.abandon(self.table, self.spec, plan.buffer, plan.rows, USE_CODES[plan.use or STEPPED])
@@ -308,11 +315,15 @@ class StatePool:
                 raise ValueError(f"blob: saved slot {row} has impossible cursors: {tokens=}, {writes=}, {history=}")
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
         for slot, flags in zip(rows, (self._cursors.index_select(0, picked)[:, 3] >> 32).tolist(), strict=True):
-            if flags & _core.SLOT_OPEN:
+            if flags & (_core.SLOT_OPEN | _core.SLOT_SNAPSHOT):
                 raise ValueError(f"slots: expected closed slots, got slot {slot} {_flag_text(flags)}")
         for layer in range(self.num_layers):
             self.data[layer].index_copy_(0, picked, parts.data[layer].to(self.device))
         self._cursors.index_copy_(0, picked, cursors.to(self.device))
+
+    def allocate_snapshots(self) -> torch.Tensor:
+        """Memory for `ops.conventional_verify`, uninitialised: checkpoint dtype [num_layers, *snapshots_shape]."""
+        return torch.empty((self.num_layers, *self.snapshots_shape), dtype=self.checkpoint_dtype, device=self.device)
 
     # ---- what the device knows ----
 
@@ -423,6 +434,8 @@ def _require_rows(name: str, given: int, expected: int):
 def _flag_text(flags: int) -> str:
     if flags & _core.SLOT_OPEN:
         return "with an outstanding plan"
+    if flags & _core.SLOT_SNAPSHOT:
+        return "whose state is a snapshot of ops.conventional_verify (reset it first)"
     return "that was abandoned" if flags & _core.SLOT_INVALID else "that is half restored"
 
 

@@ -54,9 +54,9 @@ replayssm_status check_rows(int32_t rows) {
 }
 
 replayssm_status check_use(int32_t use) {
-  if (use != REPLAYSSM_STEPPED && use != REPLAYSSM_FOLDED)
-    return fail(REPLAYSSM_INVALID_ARGUMENT, "use: expected %d (stepped) or %d (folded), got %d", REPLAYSSM_STEPPED,
-                REPLAYSSM_FOLDED, use);
+  if (use < REPLAYSSM_STEPPED || use > REPLAYSSM_SNAPSHOTTED)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "use: expected %d (stepped), %d (folded) or %d (snapshotted), got %d",
+                REPLAYSSM_STEPPED, REPLAYSSM_FOLDED, REPLAYSSM_SNAPSHOTTED, use);
   return REPLAYSSM_OK;
 }
 
@@ -121,6 +121,31 @@ replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_ar
   if (!(args->dt_min >= 0 && args->dt_min <= args->dt_max))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "dt_limit: expected 0 <= lower <= upper, got (%g, %g)", args->dt_min,
                 args->dt_max);
+  return REPLAYSSM_OK;
+}
+
+// The arguments of an op whose rows bring at most max_step_tokens.
+replayssm_status check_step_args(const Problem& problem, const replayssm_scan_args* args) {
+  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
+  const int32_t limit = problem.config.max_step_tokens;
+  if (args->max_count > limit)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
+                limit, args->max_count);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_snapshots(const Problem& problem, const replayssm_buffer* snapshots) {
+  REPLAYSSM_REQUIRE_POINTER(snapshots);
+  REPLAYSSM_REQUIRE_POINTER(snapshots->base);
+  const int64_t state = make_layout(problem.geometry, problem.config).checkpoint.bytes;
+  const int64_t least = problem.config.max_step_tokens * state;
+  if (reinterpret_cast<uintptr_t>(snapshots->base) % 16 != 0 || snapshots->slot_stride % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "snapshots: expected multiples of 16 bytes, got base %p, slot stride %lld",
+                snapshots->base, (long long)snapshots->slot_stride);
+  if (snapshots->slot_stride < least)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "snapshots: expected a slot stride of at least max_step_tokens=%d states of %lld bytes, got %lld",
+                problem.config.max_step_tokens, (long long)state, (long long)snapshots->slot_stride);
   return REPLAYSSM_OK;
 }
 
@@ -287,10 +312,7 @@ replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geom
   Problem problem;
   REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
-  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
-  if (args->max_count > config->max_step_tokens)
-    return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
-                config->max_step_tokens, args->max_count);
+  REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
   if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(step, problem, *layer, *table, plan, rows, *args, flushed != 0);
 }
@@ -317,6 +339,19 @@ replayssm_status replayssm_conventional_step(const replayssm_exec* exec, const r
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
   if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(conventional_step, problem, *layer, *table, plan, rows, *args);
+}
+
+replayssm_status replayssm_conventional_verify(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                               const replayssm_config* config, const replayssm_layer* layer,
+                                               const replayssm_table* table, const void* plan, int32_t rows,
+                                               const replayssm_scan_args* args, const replayssm_buffer* snapshots) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
+  REPLAYSSM_RETURN_IF_ERROR(check_snapshots(problem, snapshots));
+  if (rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(conventional_verify, problem, *layer, *table, plan, rows, *args, *snapshots);
 }
 
 replayssm_status replayssm_materialize(const replayssm_exec* exec, const replayssm_geometry* geometry,

@@ -14,11 +14,23 @@
 
 namespace replayssm {
 
-// The row error of using a slot with these flags, REPLAYSSM_ROW_OK if it is closed and valid.
+// The row error of planning a slot with these flags, REPLAYSSM_ROW_OK if it is closed and valid.
 REPLAYSSM_HOST_DEVICE inline replayssm_row_error slot_usable(int32_t flags) {
   if (flags & REPLAYSSM_SLOT_OPEN) return REPLAYSSM_ROW_SLOT_OPEN;
   if (flags & (REPLAYSSM_SLOT_INVALID | REPLAYSSM_SLOT_RESTORING)) return REPLAYSSM_ROW_SLOT_INVALID;
   return REPLAYSSM_ROW_OK;
+}
+
+// The row error of overwriting a slot of the pool.
+REPLAYSSM_HOST_DEVICE inline replayssm_row_error slot_writable(int32_t flags) {
+  if (flags & REPLAYSSM_SLOT_OPEN) return REPLAYSSM_ROW_SLOT_OPEN;
+  return flags & REPLAYSSM_SLOT_SNAPSHOT ? REPLAYSSM_ROW_HAS_SNAPSHOTS : REPLAYSSM_ROW_OK;
+}
+
+// The row error of reading the state of a slot out of the pool.
+REPLAYSSM_HOST_DEVICE inline replayssm_row_error slot_readable(int32_t flags) {
+  const replayssm_row_error error = slot_usable(flags);
+  return error != REPLAYSSM_ROW_OK ? error : slot_writable(flags);
 }
 
 REPLAYSSM_HOST_DEVICE inline replayssm_plan_row padded_plan_row(int32_t first_token, int32_t count) {
@@ -40,9 +52,11 @@ REPLAYSSM_HOST_DEVICE inline replayssm_plan_row make_plan_row(const Problem& pro
   row.count = count;
   row.history = cursor.history;
   if (cursor.writes == 0) row.flags |= REPLAYSSM_ROW_EMPTY;
+  if (cursor.flags & REPLAYSSM_SLOT_SNAPSHOT) row.flags |= REPLAYSSM_ROW_SNAPSHOT;
   if (count > problem.config.max_step_tokens) {
     row.flags |= REPLAYSSM_ROW_LONG;
-  } else if (cursor.history > 0 && cursor.history + count > problem.config.window) {
+  } else if (!(row.flags & REPLAYSSM_ROW_SNAPSHOT) && cursor.history > 0 &&
+             cursor.history + count > problem.config.window) {
     row.flags |= REPLAYSSM_ROW_FLUSH;
   }
   row.ring_row = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
@@ -56,48 +70,75 @@ REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, con
          cursor.history == row.history && cursor.writes == row.writes;
 }
 
-// A folded plan commits all of its tokens, a stepped one a prefix. A long row, which step refused, can't be committed
-// as stepped at all: conv_step has treated it as a prompt.
+// Whether conventional_step and conventional_verify would miss records of the row.
+REPLAYSSM_HOST_DEVICE inline bool has_records(const replayssm_plan_row& row) {
+  return row.history > 0 && !(row.flags & REPLAYSSM_ROW_SNAPSHOT);
+}
+
+// Whether an op of this use takes the row.
+REPLAYSSM_HOST_DEVICE inline bool takes(const replayssm_plan_row& row, replayssm_plan_use use) {
+  if (use == REPLAYSSM_SNAPSHOTTED) return !(row.flags & REPLAYSSM_ROW_LONG) && !has_records(row);
+  if (row.flags & REPLAYSSM_ROW_SNAPSHOT) return false;
+  return use == REPLAYSSM_FOLDED || !(row.flags & REPLAYSSM_ROW_LONG);
+}
+
+// Whether a verification overwrote the snapshot that the row began with.
+REPLAYSSM_HOST_DEVICE inline bool verify_overwrote(const replayssm_plan_row& row) {
+  return takes(row, REPLAYSSM_SNAPSHOTTED) && row.count > 0 && (row.flags & REPLAYSSM_ROW_SNAPSHOT);
+}
+
+// A folded plan commits all of its tokens, the others a prefix; of a row that the ops refused, nothing. A long row
+// can't be committed as anything but folded: conv_step has treated it as a prompt.
 REPLAYSSM_HOST_DEVICE inline bool accepted_in_range(const replayssm_plan_row& row, int32_t accepted,
                                                     replayssm_plan_use use) {
-  if (use == REPLAYSSM_FOLDED) return accepted == row.count;
-  return !(row.flags & REPLAYSSM_ROW_LONG) && accepted >= 0 && accepted <= row.count;
+  if (use != REPLAYSSM_FOLDED && (row.flags & REPLAYSSM_ROW_LONG)) return false;
+  const int32_t most = takes(row, use) ? row.count : 0;
+  if (use == REPLAYSSM_FOLDED) return accepted == row.count && accepted == most;
+  return accepted >= 0 && accepted <= most;
 }
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor, const replayssm_plan_row& row,
                                                         int32_t accepted, replayssm_plan_use use) {
-  if (use == REPLAYSSM_FOLDED) {
-    if (row.count > 0) {
-      cursor.history = 0;
-      cursor.writes += 1;
-    }
-  } else {
+  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
+  if (row.count == 0) return cursor;
+  cursor.tokens += accepted;
+  if (use == REPLAYSSM_STEPPED) {
     const bool flush = row.flags & REPLAYSSM_ROW_FLUSH;
     cursor.history = (flush ? 0 : row.history) + accepted;
     cursor.writes += flush;
+  } else if (use == REPLAYSSM_FOLDED) {
+    cursor.history = 0;
+    cursor.writes += 1;
+  } else if (accepted > 0) {
+    cursor.history = accepted;
+    cursor.writes += 1;
+    cursor.flags = REPLAYSSM_SLOT_SNAPSHOT;
+  } else if (verify_overwrote(row)) {
+    cursor.flags = REPLAYSSM_SLOT_INVALID;
   }
-  cursor.tokens += accepted;
-  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
   return cursor;
 }
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor abandoned(replayssm_cursor cursor, const replayssm_plan_row& row,
                                                         replayssm_plan_use use) {
-  const bool touched = use == REPLAYSSM_FOLDED || (row.flags & (REPLAYSSM_ROW_FLUSH | REPLAYSSM_ROW_LONG));
-  cursor.flags = touched ? REPLAYSSM_SLOT_INVALID : 0;
+  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
+  const bool touched = use == REPLAYSSM_STEPPED  ? row.flags & (REPLAYSSM_ROW_FLUSH | REPLAYSSM_ROW_LONG)
+                       : use == REPLAYSSM_FOLDED ? takes(row, use)
+                                                 : verify_overwrote(row);
+  if (touched) cursor.flags = REPLAYSSM_SLOT_INVALID;
   return cursor;
 }
 
 // What one committed row adds to the counters of a layer.
 REPLAYSSM_HOST_DEVICE inline void count_traffic(const replayssm_plan_row& row, int32_t accepted, replayssm_plan_use use,
                                                 int64_t (&added)[REPLAYSSM_NUM_COUNTERS]) {
-  if (use == REPLAYSSM_FOLDED && row.count == 0) return;
+  if (row.count == 0 || !takes(row, use)) return;
   const bool flush = use == REPLAYSSM_STEPPED && (row.flags & REPLAYSSM_ROW_FLUSH);
   added[REPLAYSSM_COUNT_TOKENS] += accepted;
   added[REPLAYSSM_COUNT_FLUSHES] += flush;
   added[REPLAYSSM_COUNT_STATE_READS] += !(row.flags & REPLAYSSM_ROW_EMPTY);
-  added[REPLAYSSM_COUNT_STATE_WRITES] += flush || use == REPLAYSSM_FOLDED;
-  added[REPLAYSSM_COUNT_RECORD_READS] += row.history;
+  added[REPLAYSSM_COUNT_STATE_WRITES] += use == REPLAYSSM_SNAPSHOTTED ? row.count : flush || use == REPLAYSSM_FOLDED;
+  added[REPLAYSSM_COUNT_RECORD_READS] += use == REPLAYSSM_SNAPSHOTTED ? 0 : row.history;
   added[REPLAYSSM_COUNT_RECORD_WRITES] += use == REPLAYSSM_STEPPED ? row.count : 0;
 }
 

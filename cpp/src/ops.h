@@ -51,6 +51,9 @@ inline const int32_t* plan_flush_rows(const void* plan, int32_t rows) {
   replayssm_status conventional_step(const replayssm_exec&, const Problem&, const replayssm_layer&,                   \
                                      const replayssm_table&, const void* plan, int32_t rows,                          \
                                      const replayssm_scan_args&);                                                     \
+  replayssm_status conventional_verify(const replayssm_exec&, const Problem&, const replayssm_layer&,                 \
+                                       const replayssm_table&, const void* plan, int32_t rows,                        \
+                                       const replayssm_scan_args&, const replayssm_buffer& snapshots);                \
   replayssm_status materialize(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&, \
                                const int32_t* slots, int32_t rows, const replayssm_tensor& A_log, float* state,       \
                                float* conv_tail);                                                                     \

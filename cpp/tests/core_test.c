@@ -1,24 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The C ABI from plain C, on the host: one small layer decodes prompts, single tokens and drafts with random
- * acceptance, and every output is compared with a double-precision recurrence. The full suite is in tests/ops (Python).
+ * acceptance, and every output is compared with a double-precision recurrence; then the cursors alone (cursor_test.c).
+ * The full suite is in tests/ops (Python).
  */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "replayssm/replayssm.h"
+#include "check.h"
 
 enum { H = 4, P = 16, G = 2, N = 64, K = 4, SLOTS = 3, WINDOW = 5, STEP_TOKENS = 3, ROUNDS = 300, LONGEST = 8 };
-
-#define CHECK(condition)                                                                                               \
-  do {                                                                                                                 \
-    if (!(condition)) {                                                                                                \
-      fprintf(stderr, "%s:%d: failed: %s (last error: %s)\n", __FILE__, __LINE__, #condition, replayssm_last_error()); \
-      exit(1);                                                                                                         \
-    }                                                                                                                  \
-  } while (0)
 
 static double uniform(double low, double high) { return low + (high - low) * rand() / RAND_MAX; }
 
@@ -171,6 +162,7 @@ int main(void) {
   srand(7);
   test_layout();
   test_decoding();
-  puts("core_test: layout and decoding are right");
+  test_cursors();
+  puts("core_test: layout, decoding and cursors are right");
   return 0;
 }

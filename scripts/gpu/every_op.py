@@ -15,7 +15,7 @@ import torch
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
-SLOTS = 4
+SLOTS = 5
 # (geometry, activation, checkpoint): the tuned kernels of both head sizes, and the generic one
 CASES = [
     (MambaGeometry(num_heads=4, head_dim=64, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
@@ -31,18 +31,27 @@ ROUNDS = [  # (slots, tokens a row, op)
     ([2, 3, 0], [3, 3, 1], "step"),
     ([0, 3, -1, 2], [2, 3, 3, 3], "flush, step"),
     ([3, 0], [3, 3], "step"),
+    ([3, 2, 0], [3, 2, 3], "step"),  # slots 3 and 2 are flushed by the step itself
     ([2], [9], "prefill"),
     ([1], [1], "conventional_step"),
     ([1, -1], [2, 1], "conventional_step"),
+    ([1, -1, 4], [3, 1, 2], "conventional_verify"),
+    ([4, 1], [2, 3], "conventional_verify"),
 ]
 
 
+FLUSHES = 3
+
+
 class Pair:
-    """The same pool on the host and on the GPU."""
+    """The same pool on the host and on the GPU, there over memory that nothing has written: initcheck sees every read of
+    what no op wrote before."""
 
     def __init__(self, geometry: MambaGeometry, activation: str, checkpoint: str, generator: torch.Generator):
         config = ReplayConfig(window=6, max_step_tokens=3, checkpoint=checkpoint, activation=activation)
         self.pools = [StatePool(geometry, config, SLOTS, num_layers=2, device=device) for device in ("cpu", "cuda")]
+        self.pools[1].data = torch.empty_like(self.pools[1].data)
+        self.state_snapshots = [pool.allocate_snapshots() for pool in self.pools]
         self.geometry = geometry
         self.generator = generator
         self.dtype = self.pools[0].activation
@@ -84,11 +93,21 @@ class Pair:
                         dt[side],
                         *(parameter[side] for parameter in heads),
                     )
-                    rows += [xBC, self.layer_op(op)(pool, layer, plan, *arguments)]
+                    if op == "conventional_verify":
+                        snapshots = self.state_snapshots[side][layer]
+                        out = ops.conventional_verify(pool, layer, plan, *arguments, snapshots=snapshots)
+                        # The states after the last token of each row.
+                        last = [snapshots[s, n - 1] for s, n in zip(slots, counts, strict=True) if s >= 0]
+                        rows += [xBC, out, torch.stack(last)]
+                    else:
+                        rows += [xBC, self.layer_op(op)(pool, layer, plan, *arguments)]
                 pool.commit(plan, accepted, check=True)
                 outputs.append(rows)
             for host, device in zip(*outputs, strict=True):
                 self.check(op, host, device)
+        flushes = [pool.stats()["flushes"] for pool in self.pools]
+        if flushes != [FLUSHES, FLUSHES]:
+            raise AssertionError(f"expected {FLUSHES} flushes, counted {flushes}")
         self.snapshots()
 
     @staticmethod
@@ -108,22 +127,23 @@ class Pair:
         return flush_then_step
 
     def snapshots(self) -> None:
-        """materialize, copy, save, load, restore, abandon."""
-        states = [pool.materialize(1, [0, -1, 3]) for pool in self.pools]
-        self.check("materialize", states[0][0][[0, 2]], states[1][0][[0, 2]])
-        self.check("materialize (conv)", states[0][1][[0, 2]], states[1][1][[0, 2]])
+        """materialize, restore, copy, save, load, abandon."""
+        states, restored = [], []
         for pool in self.pools:
-            pool.copy([0], [1])
-            pool.load([2], pool.save([1]))
-            for layer in range(2):
-                state, conv_tail = pool.materialize(layer, [2])
-                pool.restore(layer, [3], state, conv_tail)
-            plan = pool.plan([0, 3], 1)
-            pool.abandon(plan)
-            pool.validate()
-        states = [pool.materialize(1, [3]) for pool in self.pools]
-        self.check("restore", states[0][0], states[1][0])
-        self.check("restore (conv)", states[0][1], states[1][1])
+            states.append([pool.materialize(layer, [0, -1, 3]) for layer in range(2)])
+            # Whole slots are copied: in a pool of their own, of which every byte is written.
+            whole = StatePool(pool.geometry, pool.config, SLOTS, num_layers=2, device=pool.device)
+            for layer, (state, conv_tail) in enumerate(states[-1]):
+                whole.restore(layer, [0, -1, 3], state, conv_tail)
+            whole.copy([3], [1])
+            whole.load([2], whole.save([1]))
+            whole.abandon(whole.plan([0, 2], 1))
+            whole.validate()
+            restored.append([whole.materialize(layer, [0, -1, 2]) for layer in range(2)])
+        for name, sides in (("materialize", states), ("restore", restored)):
+            for host, device in zip(*sides, strict=True):
+                for one, other in zip(host, device, strict=True):
+                    self.check(name, one[[0, 2]], other[[0, 2]])
 
 
 def main() -> int:

@@ -6,7 +6,7 @@
 #
 # Needs Python 3.10+ with torch (CUDA), transformers, pytest, pytest-timeout, hypothesis, scikit-build-core, nanobind,
 # ninja, and nvcc; installs nothing but this package (editable, into the Python that runs). Writes DIR/gpu-tests.json (what
-# ran, on which GPU, and how it ended), DIR/kernel.json (the benchmark) and the logs.
+# ran, on which GPU, and how it ended), DIR/kernel.json and DIR/verify.json (the benchmarks) and the logs.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -62,6 +62,8 @@ done
 unset PYTORCH_NO_CUDA_MEMORY_CACHING
 TAIL=20 stage bench python3 benchmarks/kernel.py --geometry super --batches 1 32 256 --commit "$commit" \
   --output "$out/kernel.json"
+TAIL=40 stage bench-verify python3 benchmarks/kernel.py --geometry super nano4b --batches 128 256 --tokens 1 2 4 8 \
+  --window 16 --steps 64 --repeats 3 --commit "$commit" --output "$out/verify.json"
 
 RESULTS=$(for name in "${!result[@]}"; do printf '"%s": %s,' "$name" "${result[$name]}"; done) \
 COMMIT=$commit python3 - "$out" <<'PYTHON'

@@ -34,7 +34,16 @@ def test_opcheck(device, name):
     pool.abandon(empty)
     shared, layer = (pool.table, pool.data, pool.spec), 1
     state, tail = pool.materialize(layer, [0, 1])
-    if name in ("commit", "abandon", "conv_step", "flush", "step", "prefill", "conventional_step"):
+    if name in (
+        "commit",
+        "abandon",
+        "conv_step",
+        "flush",
+        "step",
+        "prefill",
+        "conventional_step",
+        "conventional_verify",
+    ):
         plan = pool.plan(slots, rows)
         planned = (*shared, layer, plan.buffer, plan.rows)
     out = torch.zeros(3, 4, 16, device=device)
@@ -50,6 +59,7 @@ def test_opcheck(device, name):
         "step": lambda: (*scan(), False),
         "prefill": scan,
         "conventional_step": scan,
+        "conventional_verify": lambda: (*scan(), pool.allocate_snapshots()[layer]),
         "materialize": lambda: (*shared, layer, slots, None, state, tail),
         "restore": lambda: (*shared, layer, slots, state, tail),
         "copy": lambda: (*shared, slots, slots + 2),

@@ -70,8 +70,9 @@ typedef enum {
 
 /* What the tokens of a plan went through, told to commit and abandon. */
 typedef enum {
-  REPLAYSSM_STEPPED = 0, /* replayssm_step: records appended, flagged rows flushed */
-  REPLAYSSM_FOLDED = 1   /* replayssm_prefill or replayssm_conventional_step: the checkpoint holds every token */
+  REPLAYSSM_STEPPED = 0,    /* replayssm_step: records appended, flagged rows flushed */
+  REPLAYSSM_FOLDED = 1,     /* replayssm_prefill or replayssm_conventional_step: the checkpoint holds every token */
+  REPLAYSSM_SNAPSHOTTED = 2 /* replayssm_conventional_verify: the caller's snapshots hold the state after each token */
 } replayssm_plan_use;
 
 /* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
@@ -128,15 +129,16 @@ typedef struct {
 typedef struct {
   int64_t tokens;  /* committed tokens since the reset */
   uint64_t stream; /* identity of the sequence, given at reset */
-  int64_t writes;  /* how often the checkpoint was written; 0: never, it counts as all zero and is not read */
-  int32_t history; /* h: committed tokens whose records are not in the checkpoint */
+  int64_t writes;  /* commits that wrote the state; 0: the checkpoint counts as all zero and is not read */
+  int32_t history; /* h: committed tokens whose records are not in the checkpoint (SNAPSHOT: the live snapshot + 1) */
   int32_t flags;   /* REPLAYSSM_SLOT_* */
 } replayssm_cursor;
 
 enum {
-  REPLAYSSM_SLOT_OPEN = 1,     /* a plan is outstanding */
-  REPLAYSSM_SLOT_INVALID = 2,  /* a plan that may have written the checkpoint was abandoned */
-  REPLAYSSM_SLOT_RESTORING = 4 /* some, but not all, layers were restored */
+  REPLAYSSM_SLOT_OPEN = 1,      /* a plan is outstanding */
+  REPLAYSSM_SLOT_INVALID = 2,   /* a plan that may have written the state was abandoned */
+  REPLAYSSM_SLOT_RESTORING = 4, /* some, but not all, layers were restored */
+  REPLAYSSM_SLOT_SNAPSHOT = 8   /* the state is a snapshot: until a reset only conventional_verify reads it */
 };
 
 /* One row of a plan: the cursors of its slot as they were when the step was planned. 64 bytes. */
@@ -155,9 +157,11 @@ typedef struct {
 } replayssm_plan_row;
 
 enum {
-  REPLAYSSM_ROW_FLUSH = 1, /* a step folds the row's records first: history > 0, history + count > L, not LONG */
-  REPLAYSSM_ROW_EMPTY = 2, /* writes == 0: the checkpoint counts as zero and is not read */
-  REPLAYSSM_ROW_LONG = 4   /* count > max_step_tokens: only prefill and conventional_step take it */
+  REPLAYSSM_ROW_FLUSH = 1,   /* a step folds the row's records first: history > 0, history + count > L, not LONG and
+                                not SNAPSHOT */
+  REPLAYSSM_ROW_EMPTY = 2,   /* writes == 0: the checkpoint counts as zero and is not read */
+  REPLAYSSM_ROW_LONG = 4,    /* count > max_step_tokens: only prefill and conventional_step take it */
+  REPLAYSSM_ROW_SNAPSHOT = 8 /* snapshot history - 1 is its state: only conv_step and conventional_verify take it */
 };
 
 /* A plan is replayssm_plan_bytes(rows) bytes, 64-byte aligned: this header (64 bytes), rows x replayssm_plan_row, then
@@ -184,15 +188,17 @@ typedef enum {
   REPLAYSSM_ROW_SLOT_RANGE = 1, /* slot outside -1..num_slots-1 */
   REPLAYSSM_ROW_SLOT_OPEN =
       2, /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
-  REPLAYSSM_ROW_SLOT_INVALID = 3, /* slot must be reset, loaded or restored first; expected: its flags */
-  REPLAYSSM_ROW_COUNT_RANGE = 4,  /* count < 0 */
-  REPLAYSSM_ROW_TOKEN_RANGE = 5,  /* the row's tokens lie beyond the token tensors; given: first + count */
-  REPLAYSSM_ROW_TOO_LONG = 6,     /* step got a row of more than max_step_tokens */
-  REPLAYSSM_ROW_ACCEPTED_RANGE =
-      7, /* accepted outside 0..count, not the whole count of folded tokens, or a stepped LONG row */
-  REPLAYSSM_ROW_NOT_PLANNED = 8, /* commit/abandon of a slot that this plan did not open */
-  REPLAYSSM_ROW_NO_DECAY = 9,    /* materialize of records without A_log */
-  REPLAYSSM_ROW_HAS_RECORDS = 10 /* conventional_step of a slot that holds records; given: their number */
+  REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; expected: its flags */
+  REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
+  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
+  REPLAYSSM_ROW_TOO_LONG = 6,       /* step got a row of more than max_step_tokens */
+  REPLAYSSM_ROW_ACCEPTED_RANGE = 7, /* accepted outside 0..count, not the whole count of folded tokens, or a row that
+                                       the op refused */
+  REPLAYSSM_ROW_NOT_PLANNED = 8,    /* commit/abandon of a slot that this plan did not open */
+  REPLAYSSM_ROW_NO_DECAY = 9,       /* materialize of records without A_log */
+  REPLAYSSM_ROW_HAS_RECORDS = 10,   /* conventional_step or _verify of a slot that holds records; given: their number */
+  REPLAYSSM_ROW_HAS_SNAPSHOTS = 11  /* anything but conventional_verify of a slot whose state is a snapshot; given: the
+                                       slot */
 } replayssm_row_error;
 
 /* Traffic counters, int64 each, added up by commit for one layer. */
@@ -228,8 +234,8 @@ typedef struct {
   int64_t stride[2]; /* of the leading dimensions: token, then head or group (dt: token, head) */
 } replayssm_tensor;
 
-/* Inputs and output of step, prefill and conventional_step. Rows of the packed token tensors belong to plan rows by
- * first_token and count. x, B, C and out have the config's activation dtype. */
+/* Inputs and output of step, prefill, conventional_step and conventional_verify. Rows of the packed token tensors
+ * belong to plan rows by first_token and count. x, B, C and out have the config's activation dtype. */
 typedef struct {
   replayssm_tensor x;       /* [num_tokens, H, P] */
   replayssm_tensor B;       /* [num_tokens, G, N] */
@@ -241,7 +247,7 @@ typedef struct {
   replayssm_tensor out;     /* [num_tokens, H, P]; rows of padded and refused plan rows are not written */
   float dt_min, dt_max;     /* time_step_limit, the only clamp of delta */
   int64_t num_tokens;
-  int32_t max_count; /* an upper bound of every count, known on the host (step: at most max_step_tokens) */
+  int32_t max_count; /* an upper bound of every count, known on the host (step, verify: at most max_step_tokens) */
 } replayssm_scan_args;
 
 typedef struct {
@@ -285,12 +291,15 @@ REPLAYSSM_API replayssm_status replayssm_plan(const replayssm_exec* exec, const 
                                               const int32_t* slots, const int32_t* counts, int32_t uniform_count,
                                               int32_t rows, void* plan);
 /* Ends a plan. Stepped: tokens += accepted; history = (flush ? 0 : history) + accepted; writes += flush. Folded: tokens
- * += count; history = 0; writes += 1 (a row of count 0 changes nothing). accepted int32 [rows], or NULL: all; entries
- * of padded rows are ignored. */
+ * += count; history = 0; writes += 1. Snapshotted: tokens += accepted; history = accepted, which makes snapshot
+ * accepted - 1 the state of the slot; writes += 1; the slot is SNAPSHOT. A verification that accepts none of its tokens
+ * has overwritten the snapshot it began with: the slot becomes INVALID, unless it began with the checkpoint, which
+ * stands (engines accept the bonus token at least). Rows of count 0 change nothing. accepted int32 [rows], or NULL:
+ * all; entries of padded rows are ignored. */
 REPLAYSSM_API replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table,
                                                 const void* plan, int32_t rows, const int32_t* accepted, int32_t use);
-/* Closes a plan's slots with nothing committed. Slots whose checkpoint the plan's ops may have written (flagged FLUSH
- * or LONG; all, if folded) become INVALID. */
+/* Closes a plan's slots with nothing committed. Slots whose state the plan's ops may have written become INVALID:
+ * stepped: those flagged FLUSH or LONG; folded: all that prefill takes; snapshotted: those flagged SNAPSHOT. */
 REPLAYSSM_API replayssm_status replayssm_abandon(const replayssm_exec* exec, const replayssm_table* table,
                                                  const void* plan, int32_t rows, int32_t use);
 
@@ -330,25 +339,40 @@ REPLAYSSM_API replayssm_status replayssm_conventional_step(const replayssm_exec*
                                                            const replayssm_table* table, const void* plan, int32_t rows,
                                                            const replayssm_scan_args* args);
 
+/* The classical verification kernel, the baseline: reads the state once, updates it by each token, and stores it after
+ * each, so that any number of tokens can be committed. Snapshot t, the state after token t of the row, in the
+ * checkpoint format, goes to snapshots->base + slot * snapshots->slot_stride (bytes) + t * layout.checkpoint.bytes, for
+ * t < max_step_tokens; base and stride are multiples of 16, and the caller keeps the buffer from step to step. A row
+ * reads the pool's checkpoint (zero, if EMPTY), one flagged SNAPSHOT its snapshot history - 1; nothing is copied at
+ * commit. The arithmetic is conventional_step's, rounded to the checkpoint format between calls only. A row with
+ * records (HAS_RECORDS) or more than max_step_tokens tokens (TOO_LONG) is refused. */
+REPLAYSSM_API replayssm_status replayssm_conventional_verify(
+    const replayssm_exec* exec, const replayssm_geometry* geometry, const replayssm_config* config,
+    const replayssm_layer* layer, const replayssm_table* table, const void* plan, int32_t rows,
+    const replayssm_scan_args* args, const replayssm_buffer* snapshots);
+
 /* ---- on demand -----------------------------------------------------------------------------------------------------
  */
 
 /* state fp32 [rows,H,P,N] after the committed tokens, conv_tail fp32 [rows,K-1,conv_channels] the last K-1 raw conv
  * inputs, oldest first (inputs before token 0 are 0). Disturbs nothing. Rows of slot -1 or refused are not written. The
- * slot must be closed. A_log.data NULL is allowed as long as no row holds records. Either output may be NULL. */
+ * slot must be closed and not SNAPSHOT. A_log.data NULL is allowed as long as no row holds records. Either output may
+ * be NULL. */
 REPLAYSSM_API replayssm_status replayssm_materialize(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                      const replayssm_config* config, const replayssm_layer* layer,
                                                      const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                      const replayssm_tensor* A_log, float* state, float* conv_tail);
 /* The inverse, one layer of a slot at a time: writes the checkpoint and the conv rows. The slot is RESTORING, and
  * planning it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the
- * K-1 raw inputs to lie before it), history = 0, writes = 1; the stream stays. */
+ * K-1 raw inputs to lie before it), history = 0, writes = 1; the stream stays. The slot must be closed and not
+ * SNAPSHOT. */
 REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                  const replayssm_config* config, const replayssm_layer* layer,
                                                  const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                  const float* state, const float* conv_tail);
 /* Copies whole slots, all layers and cursors: slot src[i] of layer l, at data + l*layer_stride + slot*slot_stride
- * (slot_stride bytes). Sources must be closed and valid, destinations closed, distinct and no sources. */
+ * (slot_stride bytes). Sources must be closed and valid, destinations closed, distinct and no sources; neither
+ * SNAPSHOT. */
 REPLAYSSM_API replayssm_status replayssm_copy(const replayssm_exec* exec, const replayssm_table* table, void* data,
                                               int64_t layer_stride, int64_t slot_stride, const int32_t* src,
                                               const int32_t* dst, int32_t rows);

@@ -327,7 +327,7 @@ __device__ inline void report(replayssm_error* error, int32_t code, int32_t row,
 // Whether a layer op may work on a plan row. Every CTA of the row decides alike; the one with `reporter` says why not.
 // A history beyond the window can only come from a misused commit; the kernels' shared memory has no room for it.
 __device__ inline bool admit(const replayssm_plan_row& row, int32_t index, int64_t num_tokens, int32_t max_count,
-                             int32_t window, replayssm_error* error, bool reporter) {
+                             int32_t window, bool knows_snapshots, replayssm_error* error, bool reporter) {
   if (row.slot < 0) return false;
   const int64_t end = static_cast<int64_t>(row.first_token) + row.count;
   int32_t code = REPLAYSSM_ROW_OK;
@@ -336,6 +336,8 @@ __device__ inline bool admit(const replayssm_plan_row& row, int32_t index, int64
     code = REPLAYSSM_ROW_TOKEN_RANGE, given = end, expected = num_tokens;
   } else if (row.count > max_count) {
     code = REPLAYSSM_ROW_TOO_LONG, given = row.count, expected = max_count;
+  } else if ((row.flags & REPLAYSSM_ROW_SNAPSHOT) && !knows_snapshots) {
+    code = REPLAYSSM_ROW_HAS_SNAPSHOTS, given = row.slot;
   } else if (row.history > window) {
     code = REPLAYSSM_ROW_HAS_RECORDS, given = row.history, expected = window;
   }

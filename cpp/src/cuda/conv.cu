@@ -45,7 +45,7 @@ __global__ __launch_bounds__(kThreads) void conv_kernel(const __grid_constant__ 
   const int row_index = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches);
 
   const replayssm_plan_row row = params.planned[row_index];
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, true, params.error,
              channel == 0 && stretch == 0)) {
     return;
   }

@@ -99,7 +99,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
       if (!won) report(table.error, REPLAYSSM_ROW_SLOT_OPEN, i, slot, REPLAYSSM_SLOT_OPEN);
     }
     __syncthreads();
-    if (won) table.cursors[slot].flags = REPLAYSSM_SLOT_OPEN;
+    if (won) table.cursors[slot].flags = cursor.flags | REPLAYSSM_SLOT_OPEN;
 
     replayssm_plan_row row =
         padded_plan_row(static_cast<int32_t>(min(end - count, static_cast<int64_t>(INT32_MAX))), count);

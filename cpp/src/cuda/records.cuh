@@ -28,7 +28,7 @@ struct Tile {
   static_assert(!kTuned || kHeadDim % kGroups == 0);
 };
 
-// What step, prefill and conventional_step take.
+// What step, prefill, conventional_step and conventional_verify take.
 struct ScanParams {
   Problem problem;
   replayssm_layer layer;
@@ -201,7 +201,7 @@ struct FoldParams {
 // Why the state of a slot in range cannot be materialized; REPLAYSSM_ROW_OK if it can.
 __device__ inline replayssm_row_error materialize_error(const replayssm_cursor& cursor, const Problem& problem,
                                                         bool has_decay) {
-  const replayssm_row_error error = slot_usable(cursor.flags);
+  const replayssm_row_error error = slot_readable(cursor.flags);
   if (error != REPLAYSSM_ROW_OK) return error;
   if (cursor.history > 0 && !has_decay) return REPLAYSSM_ROW_NO_DECAY;
   return cursor.history > problem.config.window ? REPLAYSSM_ROW_HAS_RECORDS : REPLAYSSM_ROW_OK;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// prefill and conventional_step: the recurrence itself,
+// prefill, conventional_step and conventional_verify: the recurrence itself,
 //
 //     S_t = exp(a_t) S_{t-1} + delta_t x_t (outer) B_t,      y_t = S_t C_t + D x_t.
 //
@@ -13,7 +13,12 @@
 //
 // conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
 // (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned
-// set the whole head is in flight. More than one token a row: the same loop again, the state staying in registers.
+// set the whole head is in flight. More than one token a row: the same loop again, the state staying in registers; the
+// next token's inputs are asked for before this one's sums and stores.
+//
+// conventional_verify. The same kernel, which stores the state after every token, as a snapshot, instead of after the
+// last one. A row begins with the snapshot that the last commit left live. It may overwrite that one: a thread reads
+// its part of the state into registers before its first store, and no other thread touches that part.
 #include <algorithm>
 
 #include "layout.h"
@@ -146,7 +151,7 @@ __global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_const
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
 
   const replayssm_plan_row row = params.planned[row_index];
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.error,
              head == 0 && first_row == 0 && threadIdx.x == 0) ||
       row.count == 0) {
     return;
@@ -237,7 +242,7 @@ __global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_const
     }
 }
 
-// ---- conventional_step ---------------------------------------------------------------------------------------------
+// ---- conventional_step and conventional_verify ---------------------------------------------------------------------
 
 // A thread's part of one new token, as raw bits, so that every load is on its way before the first conversion waits.
 // kAligned: B and C may be loaded as vectors, known at compile time; else the params say so.
@@ -264,10 +269,10 @@ struct TokenBits {
   }
 };
 
-// kActivation: the dtype, or -1 where only the config knows it.
-template <int kHeadDim, typename Stored, int kActivation>
+// kActivation: the dtype, or -1 where only the config knows it. kVerify: conventional_verify, else conventional_step.
+template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
 __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventional_kernel(
-    const __grid_constant__ ScanParams params) {
+    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
   constexpr int kVec = Packed<Stored>::kVec;
@@ -283,20 +288,25 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
   const bool reporter = head == 0 && threadIdx.x == 0;
 
   const replayssm_plan_row row = params.planned[row_index];
-  if (row.slot >= 0 && row.history > 0) {
+  if (row.slot >= 0 && has_records(row)) {
     if (reporter) report(params.error, REPLAYSSM_ROW_HAS_RECORDS, row_index, row.history, 0);
     return;
   }
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error, reporter) ||
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, kVerify, params.error, reporter) ||
       row.count == 0) {
     return;
   }
   const HeadSlot slot(problem, params.layer, row.slot, head);
   const int state_group = head / (H / problem.geometry.num_groups);
   const bool empty = row.flags & REPLAYSSM_ROW_EMPTY;
+  const int64_t head_size = static_cast<int64_t>(P) * N, state_size = H * head_size;
+  Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint);
+  Stored* const snapshot = reinterpret_cast<Stored*>(section_of(snapshots, row.slot)) + head * head_size;
+  const Stored* const source =
+      kVerify && (row.flags & REPLAYSSM_ROW_SNAPSHOT) ? snapshot + (row.history - 1) * state_size : checkpoint;
 
   for (int p = group * kRows; p < P; p += Shape::kBlockRows) {
-    Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N + lane * kVec;
+    const int own = p * N + lane * kVec;
     uint4 raw[kRows][kChunks];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
@@ -304,7 +314,7 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
       for (int c = 0; c < kChunks; ++c) {
         raw[i][c] = make_uint4(0, 0, 0, 0);
         if (c * kLanes * kVec >= N) break;
-        if (!empty) raw[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + i * N + c * kLanes * kVec));
+        if (!empty) raw[i][c] = __ldcs(reinterpret_cast<const uint4*>(source + own + i * N + c * kLanes * kVec));
       }
     TokenBits<kRows, kChunks, kVec, Shape::kTuned> token;
     token.load(params, dtype, row.first_token, head, state_group, p, lane, N);
@@ -321,7 +331,9 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
     const float bias = bits_to_float(bias_bits, args.dt_bias.dtype);
     const float skip = bits_to_float(skip_bits, args.D.dtype);
 
-    for (int t = 0;;) {
+    Stored* target = (kVerify ? snapshot : checkpoint) + own;
+#pragma unroll 1
+    for (int t = 0; t < row.count; ++t) {
       const float delta = discretised_step(bits_to_float(token.dt, args.dt.dtype), bias, args.dt_min, args.dt_max);
       const float decay = expf(__fmul_rn(A, delta));
       float x[kRows], scaled[kRows], sum[kRows];
@@ -345,6 +357,10 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
             sum[i] = fmaf(state[i][c][v], q[v], sum[i]);
           }
       }
+      // Before anything is stored: loads would queue up behind the stores.
+      if (t + 1 < row.count) {
+        token.load(params, dtype, static_cast<int64_t>(row.first_token) + t + 1, head, state_group, p, lane, N);
+      }
       float y = 0.0f;  // lane i stores row i of the group
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -357,32 +373,54 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
             args.out.data, dtype,
             (static_cast<int64_t>(row.first_token) + t) * args.out.stride[0] + head * args.out.stride[1] + p + lane, y);
       }
-      if (++t == row.count) break;
-      token.load(params, dtype, static_cast<int64_t>(row.first_token) + t, head, state_group, p, lane, N);
+      if (!kVerify && t + 1 < row.count) continue;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (c * kLanes * kVec >= N) break;
+          __stcs(reinterpret_cast<uint4*>(target + i * N + c * kLanes * kVec), Packed<Stored>::pack(state[i][c]));
+        }
+      target += state_size;
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        if (c * kLanes * kVec >= N) break;
-        __stcs(reinterpret_cast<uint4*>(checkpoint + i * N + c * kLanes * kVec), Packed<Stored>::pack(state[i][c]));
-      }
   }
 }
 
-using ConventionalKernel = void(ScanParams);
+using ConventionalKernel = void(ScanParams, replayssm_buffer);
 
-template <typename Stored>
+template <bool kVerify, typename Stored>
 ConventionalKernel* choose_conventional(int tuned_head_dim, int activation) {
   const bool bf16 = activation == REPLAYSSM_BF16;
   switch (tuned_head_dim) {
     case 64:
-      return bf16 ? conventional_kernel<64, Stored, REPLAYSSM_BF16> : conventional_kernel<64, Stored, REPLAYSSM_FP16>;
+      return bf16 ? conventional_kernel<kVerify, 64, Stored, REPLAYSSM_BF16>
+                  : conventional_kernel<kVerify, 64, Stored, REPLAYSSM_FP16>;
     case 80:
-      return bf16 ? conventional_kernel<80, Stored, REPLAYSSM_BF16> : conventional_kernel<80, Stored, REPLAYSSM_FP16>;
+      return bf16 ? conventional_kernel<kVerify, 80, Stored, REPLAYSSM_BF16>
+                  : conventional_kernel<kVerify, 80, Stored, REPLAYSSM_FP16>;
     default:
-      return conventional_kernel<0, Stored, -1>;
+      return conventional_kernel<kVerify, 0, Stored, -1>;
   }
+}
+
+template <bool kVerify>
+replayssm_status launch_conventional(const char* op, const replayssm_exec& exec, const Problem& problem,
+                                     const replayssm_layer& layer, const replayssm_table& table, const void* plan,
+                                     int32_t rows, const replayssm_scan_args& args, const replayssm_buffer& snapshots) {
+  if (rows == 0) return REPLAYSSM_OK;
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
+  const int head_dim = tuned_head_dim(params);
+  ConventionalKernel* kernel = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
+    return choose_conventional<kVerify, decltype(stored)>(head_dim, problem.config.activation);
+  });
+  return launch(op, kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, 0, exec, params,
+                snapshots);
+}
+
+template <bool kVerify>
+cudaError_t load_conventional_kernel(int format, int head_dim, int activation) {
+  return load_kernel(with_checkpoint(
+      format, [&](auto stored) { return choose_conventional<kVerify, decltype(stored)>(head_dim, activation); }));
 }
 
 }  // namespace
@@ -407,14 +445,13 @@ replayssm_status prefill(const replayssm_exec& exec, const Problem& problem, con
 replayssm_status conventional_step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                                    const replayssm_table& table, const void* plan, int32_t rows,
                                    const replayssm_scan_args& args) {
-  if (rows == 0) return REPLAYSSM_OK;
-  const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
-  const int head_dim = tuned_head_dim(params);
-  ConventionalKernel* kernel = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
-    return choose_conventional<decltype(stored)>(head_dim, problem.config.activation);
-  });
-  return launch("conventional_step", kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, 0, exec,
-                params);
+  return launch_conventional<false>("conventional_step", exec, problem, layer, table, plan, rows, args, {nullptr, 0});
+}
+
+replayssm_status conventional_verify(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                                     const replayssm_table& table, const void* plan, int32_t rows,
+                                     const replayssm_scan_args& args, const replayssm_buffer& snapshots) {
+  return launch_conventional<true>("conventional_verify", exec, problem, layer, table, plan, rows, args, snapshots);
 }
 
 cudaError_t load_scan_kernels() {
@@ -423,9 +460,8 @@ cudaError_t load_scan_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int head_dim : {0, 64, 80}) {
       for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-        if (error != cudaSuccess) return error;
-        error = load_kernel(with_checkpoint(
-            format, [&](auto stored) { return choose_conventional<decltype(stored)>(head_dim, activation); }));
+        if (error == cudaSuccess) error = load_conventional_kernel<false>(format, head_dim, activation);
+        if (error == cudaSuccess) error = load_conventional_kernel<true>(format, head_dim, activation);
       }
     }
   }

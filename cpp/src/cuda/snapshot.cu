@@ -86,8 +86,8 @@ __device__ Verdict restore_verdict(const replayssm_table& table, int32_t slot) {
   const Verdict verdict = slot_range(table, slot, -1);
   if (verdict.code != REPLAYSSM_ROW_OK || slot < 0) return verdict;
   const int32_t flags = table.cursors[slot].flags;
-  if (flags & REPLAYSSM_SLOT_OPEN) return {REPLAYSSM_ROW_SLOT_OPEN, slot, flags};
-  return verdict;
+  const replayssm_row_error error = slot_writable(flags);
+  return error == REPLAYSSM_ROW_OK ? verdict : Verdict{error, slot, flags};
 }
 
 __global__ void restore_kernel(const __grid_constant__ RestoreParams params) {
@@ -165,9 +165,9 @@ __device__ Verdict copy_verdict(const CopyParams& params, int32_t row) {
   if (verdict.code == REPLAYSSM_ROW_OK) verdict = slot_range(params.table, dst, 0);
   if (verdict.code != REPLAYSSM_ROW_OK) return verdict;
   const int32_t src_flags = params.table.cursors[src].flags, dst_flags = params.table.cursors[dst].flags;
-  const replayssm_row_error error = slot_usable(src_flags);
-  if (error != REPLAYSSM_ROW_OK) return {error, src, src_flags};
-  if (dst_flags & REPLAYSSM_SLOT_OPEN) return {REPLAYSSM_ROW_SLOT_OPEN, dst, dst_flags};
+  const replayssm_row_error src_error = slot_readable(src_flags), dst_error = slot_writable(dst_flags);
+  if (src_error != REPLAYSSM_ROW_OK) return {src_error, src, src_flags};
+  if (dst_error != REPLAYSSM_ROW_OK) return {dst_error, dst, dst_flags};
   if (named_twice) return {REPLAYSSM_ROW_SLOT_OPEN, dst, 0};
   return verdict;
 }

@@ -162,7 +162,7 @@ __global__ __launch_bounds__(kThreads,
   const int tid = threadIdx.x, group = tid / kLanes, lane = tid % kLanes;
 
   const replayssm_plan_row row = params.planned[row_index];
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, params.error,
+  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.error,
              head == 0 && tid == 0) ||
       row.count == 0) {
     return;

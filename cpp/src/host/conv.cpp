@@ -70,7 +70,7 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
 replayssm_status conv_step(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
                            const replayssm_table& table, const void* plan, int32_t rows,
                            const replayssm_conv_args& args) {
-  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count)) return REPLAYSSM_OK;
+  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, true)) return REPLAYSSM_OK;
   const int32_t blocks = (problem.conv_channels + kChannelBlock - 1) / kChannelBlock;
   const int64_t work = std::max<int64_t>(args.num_tokens / rows, 1) * problem.geometry.conv_kernel * kChannelBlock;
   parallel_for(int64_t{rows} * blocks, work, [&](int64_t task) {

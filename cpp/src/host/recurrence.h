@@ -30,6 +30,11 @@ struct HeadSlot {
   char* checkpoint() const {
     return element_address(at(layer.checkpoint), checkpoint_dtype(problem.config.checkpoint), head * state_size());
   }
+  // Snapshot t of the head in a buffer of [slots, max_step_tokens, H, P, N].
+  char* snapshot(const replayssm_buffer& snapshots, int32_t t) const {
+    return element_address(at(snapshots), checkpoint_dtype(problem.config.checkpoint),
+                           (int64_t{t} * problem.geometry.num_heads + head) * state_size());
+  }
   char* x(int64_t record) const {
     return element_address(at(layer.x_ring), problem.config.activation,
                            (int64_t{head} * problem.ring_rows + row_of(record)) * problem.geometry.head_dim);
@@ -76,18 +81,25 @@ inline float replay_weights(const float* delta, int32_t count, float A, float* w
   return std::exp(exponent);
 }
 
-// state [P,N] = what the checkpoint of the head holds, zero for a slot whose checkpoint was never written.
+// state [P,N] of the head from, and to, where it is `stored` in the checkpoint format.
+inline void load_state(const HeadSlot& head, const char* stored, float* state) {
+  load_row(stored, checkpoint_dtype(head.problem.config.checkpoint), head.state_size(), state);
+}
+
+inline void store_state(const HeadSlot& head, const float* state, char* stored) {
+  store_row(state, head.state_size(), checkpoint_dtype(head.problem.config.checkpoint), stored);
+}
+
+// state = what the checkpoint of the head holds, zero for a slot whose checkpoint was never written.
 inline void load_checkpoint(const HeadSlot& head, bool empty, float* state) {
   if (empty) {
     for (int64_t i = 0; i < head.state_size(); ++i) state[i] = 0.0f;
   } else {
-    load_row(head.checkpoint(), checkpoint_dtype(head.problem.config.checkpoint), head.state_size(), state);
+    load_state(head, head.checkpoint(), state);
   }
 }
 
-inline void store_checkpoint(const HeadSlot& head, const float* state) {
-  store_row(state, head.state_size(), checkpoint_dtype(head.problem.config.checkpoint), head.checkpoint());
-}
+inline void store_checkpoint(const HeadSlot& head, const float* state) { store_state(head, state, head.checkpoint()); }
 
 // state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before
 // `tokens`.

@@ -14,9 +14,10 @@ inline void report(const replayssm_table& table, replayssm_row_error code, int32
   if (table.error->code == REPLAYSSM_ROW_OK) *table.error = {code, row, given, expected, 0};
 }
 
-// Reports and returns false if a live row's tokens lie beyond the tensors or its count above max_count.
+// Reports and returns false if a live row's tokens lie beyond the tensors, its count above max_count, or its state
+// among snapshots that the op does not know.
 inline bool rows_fit(const replayssm_table& table, const void* plan, int32_t rows, int64_t num_tokens,
-                     int32_t max_count) {
+                     int32_t max_count, bool knows_snapshots) {
   for (int32_t i = 0; i < rows; ++i) {
     const replayssm_plan_row& row = plan_rows(plan)[i];
     if (row.slot < 0) continue;
@@ -26,6 +27,10 @@ inline bool rows_fit(const replayssm_table& table, const void* plan, int32_t row
     }
     if (row.count > max_count) {
       report(table, REPLAYSSM_ROW_TOO_LONG, i, row.count, max_count);
+      return false;
+    }
+    if ((row.flags & REPLAYSSM_ROW_SNAPSHOT) && !knows_snapshots) {
+      report(table, REPLAYSSM_ROW_HAS_SNAPSHOTS, i, row.slot, 0);
       return false;
     }
   }

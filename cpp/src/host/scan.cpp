@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops that bring new tokens to a layer: flush, step, prefill, conventional_step. A task is one head of one row.
+// The ops that bring new tokens to a layer: flush, step, prefill, conventional_step, conventional_verify. A task is one
+// head of one row.
 //
 // step evaluates outputs only: with records 1..h of the slot and h+1..h+T of this step,
 //     y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,
-// so that no state is formed and the checkpoint is read once. prefill and conventional_step run the recurrence.
+// so that no state is formed and the checkpoint is read once. The others run the recurrence.
 #include <algorithm>
 
 #include "host/recurrence.h"
@@ -93,16 +94,15 @@ void step_head(const HeadSlot& head, const replayssm_plan_row& row, const replay
   }
 }
 
-void recur_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args) {
+// Runs the recurrence over the row's tokens; after_token(t) sees the state after each.
+template <typename AfterToken>
+void recur(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args, float* state,
+           const AfterToken& after_token) {
   const int32_t P = head.problem.geometry.head_dim, N = head.problem.geometry.state_dim;
   const int32_t dtype = head.problem.config.activation;
   const HeadTokens tokens(args, row, head);
   const float A = decay_rate(args.A_log, head.head);
   const float skip = tokens.skip();
-  float state[kMaxHeadDim * kMaxStateDim];
-  load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
-  fold_records(head, row.tokens, row.history, A, state);
-
   for (int32_t t = 0; t < row.count; ++t) {
     float x[kMaxHeadDim], B[kMaxStateDim], C[kMaxStateDim], y[kMaxHeadDim];
     load_row(tokens.x(t), dtype, P, x);
@@ -117,8 +117,27 @@ void recur_head(const HeadSlot& head, const replayssm_plan_row& row, const repla
       y[p] = dot(s, C, N) + skip * x[p];
     }
     store_row(y, P, dtype, tokens.out(t));
+    after_token(t);
   }
+}
+
+void prefill_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args) {
+  float state[kMaxHeadDim * kMaxStateDim];
+  load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
+  fold_records(head, row.tokens, row.history, decay_rate(args.A_log, head.head), state);
+  recur(head, row, args, state, [](int32_t) {});
   if (row.count > 0) store_checkpoint(head, state);
+}
+
+void verify_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args,
+                 const replayssm_buffer& snapshots) {
+  float state[kMaxHeadDim * kMaxStateDim];
+  if (row.flags & REPLAYSSM_ROW_SNAPSHOT) {
+    load_state(head, head.snapshot(snapshots, row.history - 1), state);
+  } else {
+    load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
+  }
+  recur(head, row, args, state, [&](int32_t t) { store_state(head, state, head.snapshot(snapshots, t)); });
 }
 
 // task(row, head) for every head of every live row that `selects`.
@@ -140,6 +159,17 @@ int64_t tokens_per_row(const replayssm_scan_args& args, int32_t rows) {
   return std::max<int64_t>(args.num_tokens / rows, 1);
 }
 
+// Reports and returns false if a row holds records, which the conventional ops do not read.
+bool without_records(const replayssm_table& table, const void* plan, int32_t rows) {
+  for (int32_t i = 0; i < rows; ++i) {
+    const replayssm_plan_row& row = plan_rows(plan)[i];
+    if (row.slot < 0 || !has_records(row)) continue;
+    report(table, REPLAYSSM_ROW_HAS_RECORDS, i, row.history, 0);
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 replayssm_status flush(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
@@ -158,7 +188,7 @@ replayssm_status step(const replayssm_exec&, const Problem& problem, const repla
                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
                       bool flushed) {
   const int32_t max_count = std::min(args.max_count, problem.config.max_step_tokens);
-  if (!rows_fit(table, plan, rows, args.num_tokens, max_count)) return REPLAYSSM_OK;
+  if (!rows_fit(table, plan, rows, args.num_tokens, max_count, false)) return REPLAYSSM_OK;
   for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
                 [&](const HeadSlot& head, const replayssm_plan_row& row) { step_head(head, row, args, flushed); });
   return REPLAYSSM_OK;
@@ -167,22 +197,27 @@ replayssm_status step(const replayssm_exec&, const Problem& problem, const repla
 replayssm_status prefill(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
                          const replayssm_table& table, const void* plan, int32_t rows,
                          const replayssm_scan_args& args) {
-  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count)) return REPLAYSSM_OK;
+  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, false)) return REPLAYSSM_OK;
   for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
-                [&](const HeadSlot& head, const replayssm_plan_row& row) { recur_head(head, row, args); });
+                [&](const HeadSlot& head, const replayssm_plan_row& row) { prefill_head(head, row, args); });
   return REPLAYSSM_OK;
 }
 
 replayssm_status conventional_step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                                    const replayssm_table& table, const void* plan, int32_t rows,
                                    const replayssm_scan_args& args) {
-  for (int32_t i = 0; i < rows; ++i) {
-    const replayssm_plan_row& row = plan_rows(plan)[i];
-    if (row.slot < 0 || row.history == 0) continue;
-    report(table, REPLAYSSM_ROW_HAS_RECORDS, i, row.history, 0);
-    return REPLAYSSM_OK;
-  }
+  if (!without_records(table, plan, rows)) return REPLAYSSM_OK;
   return prefill(exec, problem, layer, table, plan, rows, args);
+}
+
+replayssm_status conventional_verify(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
+                                     const replayssm_table& table, const void* plan, int32_t rows,
+                                     const replayssm_scan_args& args, const replayssm_buffer& snapshots) {
+  if (!without_records(table, plan, rows)) return REPLAYSSM_OK;
+  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, true)) return REPLAYSSM_OK;
+  for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
+                [&](const HeadSlot& head, const replayssm_plan_row& row) { verify_head(head, row, args, snapshots); });
+  return REPLAYSSM_OK;
 }
 
 }  // namespace replayssm::host

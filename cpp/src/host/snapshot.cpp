@@ -16,17 +16,12 @@ bool in_range(const replayssm_table& table, const int32_t* slots, int32_t i, boo
   return false;
 }
 
-bool usable(const replayssm_table& table, const int32_t* slots, int32_t i) {
+// Whether the slot of row i passes `rule` (slot_readable or slot_writable).
+bool passes(replayssm_row_error (*rule)(int32_t flags), const replayssm_table& table, const int32_t* slots, int32_t i) {
   const int32_t flags = table.cursors[slots[i]].flags;
-  const replayssm_row_error error = slot_usable(flags);
+  const replayssm_row_error error = rule(flags);
   if (error != REPLAYSSM_ROW_OK) report(table, error, i, slots[i], flags);
   return error == REPLAYSSM_ROW_OK;
-}
-
-bool closed(const replayssm_table& table, const int32_t* slots, int32_t i) {
-  const bool open = table.cursors[slots[i]].flags & REPLAYSSM_SLOT_OPEN;
-  if (open) report(table, REPLAYSSM_ROW_SLOT_OPEN, i, slots[i], table.cursors[slots[i]].flags);
-  return !open;
 }
 
 char* conv_row(const Problem& problem, const replayssm_layer& layer, int32_t slot, int64_t record) {
@@ -42,7 +37,7 @@ replayssm_status materialize(const replayssm_exec&, const Problem& problem, cons
   for (int32_t i = 0; i < rows; ++i) {
     if (!in_range(table, slots, i, true)) return REPLAYSSM_OK;
     if (slots[i] < 0) continue;
-    if (!usable(table, slots, i)) return REPLAYSSM_OK;
+    if (!passes(slot_readable, table, slots, i)) return REPLAYSSM_OK;
     if (state && !A_log.data && table.cursors[slots[i]].history > 0) {
       report(table, REPLAYSSM_ROW_NO_DECAY, i, table.cursors[slots[i]].history, 0);
       return REPLAYSSM_OK;
@@ -84,7 +79,7 @@ replayssm_status restore(const replayssm_exec&, const Problem& problem, const re
                          const float* conv_tail) {
   for (int32_t i = 0; i < rows; ++i) {
     if (!in_range(table, slots, i, true)) return REPLAYSSM_OK;
-    if (slots[i] >= 0 && !closed(table, slots, i)) return REPLAYSSM_OK;
+    if (slots[i] >= 0 && !passes(slot_writable, table, slots, i)) return REPLAYSSM_OK;
   }
   const int32_t heads = problem.geometry.num_heads, taps = problem.geometry.conv_kernel - 1;
   const int64_t state_size = int64_t{problem.geometry.head_dim} * problem.geometry.state_dim;
@@ -111,7 +106,7 @@ replayssm_status copy(const replayssm_exec&, const replayssm_table& table, void*
                       int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows) {
   for (int32_t i = 0; i < rows; ++i) {
     if (!in_range(table, src, i, false) || !in_range(table, dst, i, false)) return REPLAYSSM_OK;
-    if (!usable(table, src, i) || !closed(table, dst, i)) return REPLAYSSM_OK;
+    if (!passes(slot_readable, table, src, i) || !passes(slot_writable, table, dst, i)) return REPLAYSSM_OK;
     if (std::find(dst, dst + i, dst[i]) != dst + i || std::find(src, src + rows, dst[i]) != src + rows) {
       report(table, REPLAYSSM_ROW_SLOT_OPEN, i, dst[i], 0);
       return REPLAYSSM_OK;
