@@ -44,8 +44,8 @@ FLUSHES = 3
 
 
 class Pair:
-    """The same pool on the host and on the GPU, there over memory that nothing has written: initcheck sees every read of
-    what no op wrote before."""
+    """The same pool on the host and on the GPU, there over memory that nothing has written: initcheck sees every read
+    of what no op wrote before."""
 
     def __init__(self, geometry: MambaGeometry, activation: str, checkpoint: str, generator: torch.Generator):
         config = ReplayConfig(window=6, max_step_tokens=3, checkpoint=checkpoint, activation=activation)
