@@ -76,7 +76,11 @@ std::string describe(int32_t code, int32_t row, int64_t given, int64_t expected)
       format = "slot holds %" PRId64 " records, expected A_log to fold them";
       break;
     case REPLAYSSM_ROW_HAS_RECORDS:
-      format = "slot holds %" PRId64 " records, expected none: conventional_step does not read them";
+      format = "slot holds %" PRId64 " records, expected none: conventional_step and _verify read none";
+      break;
+    case REPLAYSSM_ROW_HAS_SNAPSHOTS:
+      format = "the state of slot %" PRId64
+               " is a snapshot, expected ops.conventional_verify, or a reset first: no other op reads it";
       break;
     default:
       format = "unknown error (given %" PRId64 ", expected %" PRId64 ")";
@@ -198,15 +202,16 @@ struct Spec {
            shared);
   }
 
-  enum class Scan { kStep, kStepFlushed, kPrefill, kConventional };
+  enum class Scan { kStep, kStepFlushed, kPrefill, kConventional, kVerify };
 
-  template <Scan scan>
+  // snapshots, of kVerify only: address and bytes from slot to slot.
+  template <Scan scan, typename... Snapshots>
   void run(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows, uintptr_t x,
            int64_t x_stride0, int64_t x_stride1, uintptr_t B, int64_t B_stride0, int64_t B_stride1, uintptr_t C,
            int64_t C_stride0, int64_t C_stride1, uintptr_t dt, int32_t dt_dtype, int64_t dt_stride0, int64_t dt_stride1,
            uintptr_t A_log, int32_t A_log_dtype, uintptr_t D, int32_t D_dtype, uintptr_t dt_bias, int32_t dt_bias_dtype,
            uintptr_t out, int64_t out_stride0, int64_t out_stride1, float dt_min, float dt_max, int64_t num_tokens,
-           int32_t max_count) const {
+           int32_t max_count, Snapshots... snapshots) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
     const auto section = layer(data, layer_);
@@ -229,6 +234,12 @@ struct Spec {
       status = replayssm_prefill(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args);
     } else if constexpr (scan == Scan::kConventional) {
       status = replayssm_conventional_step(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args);
+    } else if constexpr (scan == Scan::kVerify) {
+      const auto buffer = [](uintptr_t base, int64_t stride) {
+        return replayssm_buffer{pointer<void>(base), stride};
+      }(snapshots...);
+      status =
+          replayssm_conventional_verify(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args, &buffer);
     } else {
       status = replayssm_step(&exec, &geometry, &config, &section, &shared, rows_of, rows, &args,
                               scan == Scan::kStepFlushed);
@@ -296,9 +307,11 @@ NB_MODULE(_core, m) {
   m.attr("LAYOUT_VERSION") = REPLAYSSM_LAYOUT_VERSION;
   m.attr("STEPPED") = static_cast<int>(REPLAYSSM_STEPPED);
   m.attr("FOLDED") = static_cast<int>(REPLAYSSM_FOLDED);
+  m.attr("SNAPSHOTTED") = static_cast<int>(REPLAYSSM_SNAPSHOTTED);
   m.attr("SLOT_OPEN") = static_cast<int>(REPLAYSSM_SLOT_OPEN);
   m.attr("SLOT_INVALID") = static_cast<int>(REPLAYSSM_SLOT_INVALID);
   m.attr("SLOT_RESTORING") = static_cast<int>(REPLAYSSM_SLOT_RESTORING);
+  m.attr("SLOT_SNAPSHOT") = static_cast<int>(REPLAYSSM_SLOT_SNAPSHOT);
   m.attr("NUM_COUNTERS") = static_cast<int>(REPLAYSSM_NUM_COUNTERS);
   m.attr("CURSOR_BYTES") = sizeof(replayssm_cursor);
   m.attr("ERROR_BYTES") = sizeof(replayssm_error);
@@ -392,6 +405,7 @@ NB_MODULE(_core, m) {
       .def("step_flushed", &Spec::run<Spec::Scan::kStepFlushed>, unlocked)
       .def("prefill", &Spec::run<Spec::Scan::kPrefill>, unlocked)
       .def("conventional_step", &Spec::run<Spec::Scan::kConventional>, unlocked)
+      .def("conventional_verify", &Spec::run<Spec::Scan::kVerify, uintptr_t, int64_t>, unlocked)
       .def("materialize", &Spec::materialize, unlocked)
       .def("restore", &Spec::restore, unlocked)
       .def("copy", &Spec::copy, unlocked);
