@@ -50,7 +50,7 @@ TAIL=3 stage build python3 -m pip install --quiet --no-build-isolation --no-deps
   --config-settings=cmake.define.REPLAYSSM_CUDA=ON \
   --config-settings=cmake.define.REPLAYSSM_CUDA_ARCHITECTURES="$arch" --editable . || { tail -n 40 "$out/build.log"; exit 1; }
 
-workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8" || true)
+workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n $(( $(nproc) - 2 ))" || true)
 # shellcheck disable=SC2086
 TAIL=25 stage test python3 -m pytest tests -p no:cacheprovider -q $workers --timeout 300
 # Without torch's caching every tensor is an allocation of its own, and an access beyond it an error.
