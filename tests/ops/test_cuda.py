@@ -85,7 +85,7 @@ sys.path.insert(0, sys.argv[1])
 from mixer import SUPER_TP8, Stack, same_bits
 from trtllm_replayssm import MambaGeometry, ReplayConfig, ops
 geometry = SUPER_TP8 if sys.argv[2] == "tuned" else MambaGeometry(4, 24, 2, 64)
-stack = Stack(geometry, ReplayConfig(window=4, max_step_tokens=2), device="cuda")
+stack = Stack(geometry, ReplayConfig(window=4, max_step_tokens=2), num_layers=1, device="cuda")
 pool, twin = stack.pool(2), stack.pool(2)
 slots = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
 long, short = stack.tape(1, 20), stack.tape(2, 4)
@@ -177,7 +177,7 @@ def test_ops_run_on_the_current_stream():
 
 def test_errors_stay_until_they_are_read():
     """The first error of several is kept, good rows of the same call proceed, and later steps work."""
-    stack = Stack(SUPER_TP8, CONFIG, device=CUDA)
+    stack = Stack(SUPER_TP8, CONFIG, num_layers=1, device=CUDA)
     pool = stack.pool(4)
     pool.reset([0, 1, 2, 3])
     slots = torch.tensor([2, 9, 2], dtype=torch.int32, device=CUDA)
