@@ -21,6 +21,7 @@ class SamplingParams:
     seed: random numbers depend on (seed, position in the sequence) only, never on the batch.
     stop_tokens: ids that end the text; None: the checkpoint's end-of-sequence tokens, (): none.
     stop: strings that end the text and are no part of it.
+    draft_tokens: most drafts a step, 0: none; None: the engine's `draft_tokens`. Changes the speed, not the text.
     """
 
     max_tokens: int = 128
@@ -30,6 +31,7 @@ class SamplingParams:
     seed: int = 0
     stop_tokens: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    draft_tokens: int | None = None
 
     def __post_init__(self):
         for name, valid, expected in (
@@ -38,6 +40,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("seed", 0 <= self.seed < 2**64, "in 0 .. 2^64-1"),
+            ("draft_tokens", self.draft_tokens is None or self.draft_tokens >= 0, "at least 0"),
             ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of non-empty strings"),
         ):
             if not valid:
@@ -72,8 +75,10 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[i
             for p, position in zip(params, positions, strict=True)
         ],
         dtype=torch.float32,
-    ).to(logits.device)
-    is_greedy = torch.tensor([p.temperature == 0 for p in params]).to(logits.device)
+        pin_memory=logits.is_cuda,
+    ).to(logits.device, non_blocking=True)
+    is_greedy = torch.tensor([p.temperature == 0 for p in params], pin_memory=logits.is_cuda)
+    is_greedy = is_greedy.to(logits.device, non_blocking=True)
     return torch.where(is_greedy, greedy, tiles(_draw, logits, knobs))
 
 
