@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,15 +93,71 @@ def test_generate_sampling_repeats_with_its_seed(capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_generate_with_speculation(capsys, drafter):
+    arguments = [
+        "generate",
+        "--checkpoint",
+        TINY,
+        "--prompt",
+        "In the beginning",
+        "--max-tokens",
+        "40",
+        "--device",
+        "cpu",
+    ]
+    reports = []
+    for more in ([], ["--speculative", drafter], ["--speculative", drafter, "--draft-tokens", "2", "--adaptive"]):
+        assert main([*arguments, "--json", *more]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0]["speculation"] is None
+    for report, drafts in ((reports[1], 3), (reports[2], 2)):
+        assert report["results"] == reports[0]["results"]
+        speculation = report["speculation"]
+        assert (speculation["drafter"], speculation["draft_tokens"]) == (drafter, drafts)
+        assert speculation["tokens_per_step"] == pytest.approx(39 / speculation["steps"])
+        assert report["decode_tokens"] == speculation["steps"] + speculation["accepted"] == 39
+        memory = speculation["memory_per_request"]
+        assert memory["conventional"] > (drafts - 0.5) * memory["replay"]
+    assert main([*arguments, "--speculative", drafter]) == 0
+    out = capsys.readouterr().out
+    assert "Speculation: up to 3 drafts a step from" in out
+    assert "no snapshots; conventional" in out and ", 4 snapshots" in out
+
+
+def test_generate_verifies_conventionally(capsys):
+    arguments = ["--prompt", "And", "--max-tokens", "30", "--mode", "conventional", "--speculative", "mtp", "--json"]
+    assert main(["generate", "--checkpoint", TINY, "--device", "cpu", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    conventional, replay = report["traffic"]["conventional"], report["traffic"]["replay"]
+    assert conventional["state_bytes_written"] > 10 * replay["state_bytes_written"]
+    assert conventional["tokens"] == replay["tokens"] == 29
+
+
 def test_demo(capsys):
     result = run("demo", "--max-tokens", "24", "--device", "cpu")
-    assert "4 of 4 texts agree token for token" in result.stdout
+    assert result.stdout.count("4 of 4 texts agree token for token") == 2
+    assert "drafts a step from the checkpoint's MTP head" in result.stdout
     assert "The texts agree." in result.stdout
     assert main(["demo", "--checkpoint", TINY, "--max-tokens", "40", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["agree"] and len(report["results"]) == 4
     assert report["traffic"]["replay"]["flushes"] > 0
     assert report["traffic_ratio"] > 1.3
+    speculation = report["speculation"]
+    assert speculation["drafter"] == "mtp" and speculation["tokens_per_step"] > 1.5
+    for plain, drafted in zip(report["results"], speculation["results"], strict=True):
+        assert drafted["tokens"] == plain["replay"]["tokens"]
+
+
+def test_demo_without_an_mtp_head_drafts_from_repeated_text(capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith("mtp.")}, path)
+    assert main(["demo", "--checkpoint", str(path.parent), "--max-tokens", "24", "--device", "cpu"]) == 0
+    assert "drafts a step from repeated text" in capsys.readouterr().out
 
 
 def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
@@ -126,6 +183,16 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--top-p", "2"], "top_p is 2.0, expected in (0, 1]"),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--max-tokens", "100000"], "more than the context"),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--window", "99", "--device", "cpu"], "window"),
+        (["generate", "--checkpoint", TINY, "--prompt", "x", "--speculative", "tree"], "'tree' drafts trees"),
+        (
+            ["generate", "--checkpoint", TINY, "--prompt", "x", "--speculative", "x"],
+            "speculation is 'x', expected None",
+        ),
+        (
+            ["generate", "--checkpoint", TINY, "--prompt", "x", "--speculative", "mtp", "--draft-tokens", "16"],
+            "draft_tokens is 16, expected 1..15",
+        ),
+        (["generate", "--checkpoint", TINY, "--prompt", "x", "--draft-tokens", "2"], "need --speculative mtp or ngram"),
         (["demo", "--checkpoint", TINY, "--device", "abacus"], "device is 'abacus', expected cpu or cuda"),
     ],
 )

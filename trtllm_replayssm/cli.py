@@ -24,8 +24,10 @@ PROMPTS = (
     "Blessed are they that",
     "The LORD spake unto Moses, saying,",
 )
-# Two sums in another order may swap tokens whose logits are this close; by dtype.
+# Two sums in another order may swap tokens whose logits are this close, or neighbours in the dtype, whose relative
+# spacing this is.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,8 +71,13 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, metavar="P", help="sample among tokens of this total probability"
     )
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: %(default)s")
+    generate.add_argument(
+        "--speculative", metavar="mtp|ngram", help="verify drafts of the checkpoint's MTP head, or of repeated text"
+    )
+    generate.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 1..15; default: 3")
+    generate.add_argument("--adaptive", action="store_true", help="as many drafts as recent acceptance is worth")
 
-    demo = commands.add_parser("demo", help="ReplaySSM and conventional decoding side by side: same text, less traffic")
+    demo = commands.add_parser("demo", help="ReplaySSM, conventional and speculative decoding: same text, less traffic")
     demo.set_defaults(run=_demo)
     demo.add_argument("--checkpoint", default="examples/tiny-nemotron-h", metavar="DIR", help="default: %(default)s")
 
@@ -79,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
             "--max-tokens", type=int, default=tokens, metavar="N", help="most tokens a text; default: %(default)s"
         )
         command.add_argument(
-            "--window", type=int, default=16, metavar="N", help="tokens between state writes; default: %(default)s"
+            "--window",
+            type=window,
+            default="auto",
+            metavar="N",
+            help="tokens between state writes; default: 16, or twice the tokens of a step",
         )
         command.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
         command.add_argument("--dtype", choices=tuple(MARGIN), help="default: the checkpoint's; float32 on the CPU")
@@ -89,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
+
+
+def window(value: str) -> int | str:
+    """The type of --window; its name is in argparse's message."""
+    return value if value == "auto" else int(value)
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------
@@ -141,6 +157,12 @@ def _info(options) -> int:
 
 
 def _generate(options) -> int:
+    if options.speculative is None and (options.draft_tokens is not None or options.adaptive):
+        raise ValueError("--draft-tokens and --adaptive need --speculative mtp or ngram")
+    speculation = {}
+    if options.speculative is not None:
+        drafts = 3 if options.draft_tokens is None else options.draft_tokens
+        speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
     prompts = [options.prompt] if options.prompt is not None else _read_prompts(options.prompt_file)
     runtime = _runtime()
     params = runtime.SamplingParams(
@@ -150,7 +172,7 @@ def _generate(options) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    engine = _engine(runtime, options, options.mode, len(prompts))
+    engine = _engine(runtime, options, options.mode, len(prompts), **speculation)
     sequences = [engine.add_request(prompt, params) for prompt in prompts]
     stream = len(prompts) == 1 and not options.json
     if stream:
@@ -165,9 +187,10 @@ def _generate(options) -> int:
             json.dumps(
                 {
                     "mode": options.mode,
-                    "window": options.window,
+                    "window": engine.window,
                     "device": str(engine.device),
                     "dtype": _dtype_name(engine),
+                    "speculation": _speculation_json(engine, options.speculative) if speculation else None,
                     "results": [_result(prompt, sequence) for prompt, sequence in zip(prompts, sequences, strict=True)],
                     "generated_tokens": tokens,
                     "seconds": seconds,
@@ -192,8 +215,11 @@ def _generate(options) -> int:
         f"\n{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s  "
         f"({options.mode}, {engine.device}, {_dtype_name(engine)})"
     )
-    _print_traffic(traffic, options.window)
+    _print_traffic(traffic, engine.window)
     print(f"  ({other}: what it moves for the same tokens, counted without running the model)")
+    if speculation:
+        print()
+        _print_speculation(engine, options.speculative)
     return 0
 
 
@@ -211,16 +237,21 @@ def _read_prompts(name: str) -> list[str]:
 def _demo(options) -> int:
     runtime = _runtime()
     params = runtime.SamplingParams(max_tokens=options.max_tokens)
-    sequences, traffic, seconds, engines = {}, {}, {}, {}
-    for mode in ("replay", "conventional"):
-        engine = engines[mode] = _engine(runtime, options, mode, len(PROMPTS))
-        sequences[mode] = [engine.add_request(prompt, params) for prompt in PROMPTS]
-        seconds[mode] = _finish(engine, sequences[mode], f"{mode} decoding", stream=False)
-        traffic[mode] = engine.statistics()["decode_traffic"]
+    engines = {mode: _engine(runtime, options, mode, len(PROMPTS)) for mode in ("replay", "conventional")}
+    drafter, engines["speculative"] = _speculative_engine(runtime, options)
+    sequences, traffic, seconds = {}, {}, {}
+    for way, engine in engines.items():
+        sequences[way] = [engine.add_request(prompt, params) for prompt in PROMPTS]
+        seconds[way] = _finish(engine, sequences[way], f"{way} decoding", stream=False)
+        traffic[way] = engine.statistics()["decode_traffic"]
+    speculative, drafted = traffic.pop("speculative"), sequences.pop("speculative")
     dtype = _dtype_name(engines["replay"])
     pairs = list(zip(*sequences.values(), strict=True))
     margins = [_first_difference(engines["conventional"], *pair) for pair in pairs]
-    agree = all(difference is None or difference["margin"] <= MARGIN[dtype] for difference in margins)
+    drafted_margins = [
+        _first_difference(engines["replay"], *pair) for pair in zip(sequences["replay"], drafted, strict=True)
+    ]
+    agree = all(difference is None or difference["rounding"] for difference in margins + drafted_margins)
     saved = traffic["conventional"].per_token / traffic["replay"].per_token
 
     if options.json:
@@ -228,8 +259,7 @@ def _demo(options) -> int:
             json.dumps(
                 {
                     "agree": agree,
-                    "margin_limit": MARGIN[dtype],
-                    "window": options.window,
+                    "window": engines["replay"].window,
                     "device": str(engines["replay"].device),
                     "dtype": dtype,
                     "results": [
@@ -243,6 +273,14 @@ def _demo(options) -> int:
                     "seconds": seconds,
                     "traffic": {mode: _traffic_json(counted) for mode, counted in traffic.items()},
                     "traffic_ratio": saved,
+                    "speculation": {
+                        **_speculation_json(engines["speculative"], drafter),
+                        "traffic": _traffic_json(speculative),
+                        "results": [
+                            {**_result(prompt, text), "first_difference": difference}
+                            for prompt, text, difference in zip(PROMPTS, drafted, drafted_margins, strict=True)
+                        ],
+                    },
                 },
                 indent=2,
             )
@@ -254,25 +292,44 @@ def _demo(options) -> int:
         if difference is None:
             print(f"  = conventional decoding, all {len(replay.tokens)} tokens\n")
         else:
-            within = "within" if difference["margin"] <= MARGIN[dtype] else "BEYOND"
+            within = "within" if difference["rounding"] else "BEYOND"
             print(
                 f"  conventional decoding: {conventional.text!r}\n"
                 f"  ≠ from token {difference['token']} on, where the two best logits are {difference['margin']:.1e} "
-                f"apart: {within} the rounding of {dtype} ({MARGIN[dtype]:.0e})\n"
+                f"apart: {within} the rounding of {dtype}\n"
             )
-    equal = sum(difference is None for difference in margins)
-    print(f"{equal} of {len(margins)} texts agree token for token ({engines['replay'].device}, {dtype}).")
-    _print_traffic(traffic, options.window)
-    print(f"\nReplaySSM moved {saved:.2f} times fewer bytes of state. The texts {'agree' if agree else 'DISAGREE'}.")
+    print(f"{_equal(margins)} ({engines['replay'].device}, {dtype}).")
+    _print_traffic(traffic, engines["replay"].window)
+    print(f"\nReplaySSM moved {saved:.2f} times fewer bytes of state.\n")
+    _print_speculation(engines["speculative"], drafter)
+    print(f"  {_equal(drafted_margins)} with those of plain decoding.")
+    print(f"\nThe texts {'agree' if agree else 'DISAGREE'}.")
     return 0 if agree else 1
 
 
+def _speculative_engine(runtime, options) -> tuple:
+    """The drafter's name and the engine: MTP where the checkpoint has a head for it."""
+    arguments = (runtime, options, "replay", len(PROMPTS))
+    try:
+        return "mtp", _engine(*arguments, speculation="mtp")
+    except runtime.CheckpointError:
+        return "ngram", _engine(*arguments, speculation="ngram")
+
+
+def _equal(margins: list) -> str:
+    return f"{sum(difference is None for difference in margins)} of {len(margins)} texts agree token for token"
+
+
 def _first_difference(engine, one, other) -> dict | None:
-    """Where two texts of a prompt part, and how far apart the two best logits are there; None if they are equal."""
+    """Where two texts of a prompt part, how far apart the two best logits are there, and whether rounding explains it;
+    None if they are equal.
+    """
     for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if a != b:
-            best = engine.logits(one.prompt + one.tokens[:index])[-1].topk(2).values
-            return {"token": index, "margin": float(best[0] - best[1])}
+            best = engine.logits(one.prompt + one.tokens[:index])[-1].topk(2).values.tolist()
+            margin, dtype = best[0] - best[1], _dtype_name(engine)
+            limit = max(MARGIN[dtype], SPACING[dtype] * abs(best[0]))
+            return {"token": index, "margin": margin, "rounding": margin <= limit}
     return None
 
 
@@ -288,7 +345,7 @@ def _runtime():
         ) from None
 
 
-def _engine(runtime, options, mode: str, prompts: int):
+def _engine(runtime, options, mode: str, prompts: int, **speculation):
     return runtime.Engine(
         options.checkpoint,
         mode=mode,
@@ -298,6 +355,7 @@ def _engine(runtime, options, mode: str, prompts: int):
         deterministic=options.deterministic,
         max_batch=min(prompts, 32),
         progress=sys.stderr.isatty(),
+        **speculation,
     )
 
 
@@ -310,7 +368,8 @@ def _finish(engine, sequences: list, what: str, stream: bool) -> float:
     hidden = stream or not sys.stderr.isatty()
     with tqdm(total=total, desc=what, unit="token", file=sys.stderr, disable=hidden, leave=False) as bar:
         while any(sequence.finish_reason is None for sequence in sequences):
-            bar.update(len(engine.step()))
+            engine.step()
+            bar.update(sum(len(sequence.tokens) for sequence in sequences) - bar.n)
             if stream:
                 print("".join(sequences[0].pieces[given:]), end="", flush=True)
                 given = len(sequences[0].pieces)
@@ -335,13 +394,44 @@ def _traffic_json(traffic) -> dict:
     return {**asdict(traffic), "bytes_per_token": per_token}
 
 
-def _print_traffic(traffic: dict, window: int) -> None:
-    largest = max(counted.per_token for counted in traffic.values())
+def _speculation_json(engine, drafter: str) -> dict:
+    acceptance = engine.statistics()["acceptance"]
+    return {
+        "drafter": drafter,
+        "draft_tokens": engine.draft_tokens,
+        **asdict(acceptance),
+        "tokens_per_step": acceptance.tokens_per_step,
+        "acceptance_length": acceptance.length,
+        "acceptance_rate": acceptance.rate,
+        "memory_per_request": {mode: engine.memory_per_request(mode) for mode in ("replay", "conventional")},
+    }
+
+
+def _print_speculation(engine, drafter: str) -> None:
+    acceptance, drafts = engine.statistics()["acceptance"], engine.draft_tokens
+    source = {"mtp": "the checkpoint's MTP head", "ngram": "repeated text"}[drafter]
+    replay, conventional = (engine.memory_per_request(mode) for mode in ("replay", "conventional"))
+    size, unit = _scale(conventional)
+    print(
+        f"Speculation: up to {drafts} drafts a step from {source}\n"
+        f"  {acceptance.tokens_per_step:.2f} tokens a step, {acceptance.length:.2f} where there were drafts; "
+        f"{acceptance.accepted} of {acceptance.drafts} drafts accepted ({acceptance.rate:.0%})\n"
+        f"  Mamba state {unit} a request: replay {replay / size:.2f}, no snapshots; "
+        f"conventional {conventional / size:.2f}, {drafts + 1} snapshots"
+    )
+
+
+def _scale(largest: float) -> tuple[int, str]:
+    """Bytes of a unit that suits `largest`, and its name."""
     power = min(3, max(0, int(largest).bit_length() - 1) // 10)
-    unit = ("B", "KiB", "MiB", "GiB")[power]
+    return 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+
+
+def _print_traffic(traffic: dict, window: int) -> None:
+    size, unit = _scale(max(counted.per_token for counted in traffic.values()))
     print(f"\n{f'Mamba state {unit} per decoded token':36}{'read':>10}{'written':>10}{'total':>10}{'flushes':>10}")
     for mode, counted in traffic.items():
         name = f"replay, window {window}" if mode == "replay" else mode
         values = (counted.read_per_token, counted.written_per_token, counted.per_token)
-        cells = "".join(f"{value / 1024**power:10.2f}" for value in values)
+        cells = "".join(f"{value / size:10.2f}" for value in values)
         print(f"  {name:34}{cells}{counted.flushes if mode == 'replay' else '-':>10}")

@@ -211,40 +211,21 @@ def test_short_prompts_share_a_pass(small):
     assert len(engine.step()) == 6
 
 
-def test_step_for_all_rows_at_once_equals_step_by_step(small):
-    """The decode path of CUDA graphs (one masked attention, all experts, padded rows) on the CPU, over dirty memory."""
-    expected = Engine(small, device="cpu", max_batch=5).generate(PROMPTS[:5], endless(30))
-    engine = Engine(small, device="cpu", max_batch=5)
-    engine.memory.pool.data.fill_(0xFF)
-    engine.memory.kv.keys.fill_(float("nan"))
-    engine.memory.kv.values.fill_(float("nan"))
-    decode = engine._decode_eagerly
-
-    def with_padding(inputs, context):
-        padding = torch.tensor([[0], [-1], [0]]).expand(3, 3)
-        logits = decode(torch.cat([padding[:, :1], inputs, padding], dim=1), context + 7)
-        return logits[1 : 1 + inputs.shape[1]]
-
-    engine._decode = with_padding
-    for one, other in zip(expected, engine.generate(PROMPTS[:5], endless(30)), strict=True):
-        same_text(engine, one, other)
-
-
 def test_failed_pass_ends_its_requests_and_leaves_the_engine_usable(small, monkeypatch):
     engine = Engine(small, device="cpu", max_batch=2)
     (expected,) = engine.generate([PROMPTS[0]], endless(20))
     text = engine.add_request(PROMPTS[0], endless(20))
     for _ in range(5):
         engine.step()
-    norm, mixer = engine.model.layers[2]
+    norm, mixer = engine.model.stack.layers[2]
 
     def broken(*arguments):
         raise MemoryError("no memory")
 
-    engine.model.layers[2] = norm, broken
+    engine.model.stack.layers[2] = norm, broken
     with pytest.raises(MemoryError, match="no memory"):
         engine.step()
-    engine.model.layers[2] = norm, mixer
+    engine.model.stack.layers[2] = norm, mixer
     assert text.finish_reason == "error" and text.slot is None
     assert engine.generate([PROMPTS[0]] * 2, endless(20))[1].text == expected.text
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps as CUDA graphs."""
+"""Decode steps as CUDA graphs. (test_speculation.py runs the same path without graphs on the CPU.)"""
 
 import pytest
 
@@ -30,9 +30,10 @@ def test_graphs_and_single_launches_agree(device, mode, dtype):
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_a_graph_is_captured_once(device):
-    engine = Engine(TINY, device=device, max_batch=4, context=256)
+@pytest.mark.parametrize("speculation", [None, "mtp"])
+def test_a_graph_is_captured_once(device, speculation):
+    engine = Engine(TINY, device=device, max_batch=4, context=256, speculation=speculation)
     engine.generate(PROMPTS[:4], SamplingParams(max_tokens=150, stop_tokens=()))
-    captured = dict(engine._decode._graphs)
+    captured = dict(engine._runner.graphs.captured)
     engine.generate(PROMPTS[4:8], SamplingParams(max_tokens=150, stop_tokens=()))
-    assert all(engine._decode._graphs[key] is graph for key, graph in captured.items())
+    assert all(engine._runner.graphs.captured[key] is graph for key, graph in captured.items())

@@ -9,7 +9,7 @@ from trtllm_replayssm.runtime.model_config import MOE
 
 def test_every_expert_and_hit_experts_agree(small):
     engine = Engine(small, device="cpu")
-    _, moe = engine.model.layers[engine.config.layers.index(MOE)]
+    _, moe = engine.model.stack.layers[engine.config.layers.index(MOE)]
     x = torch.randn(21, engine.config.hidden_size, generator=torch.Generator().manual_seed(0))
     weights = moe.router(x)
     assert (weights > 0).sum(-1).eq(engine.config.experts_per_token).all()
@@ -18,7 +18,7 @@ def test_every_expert_and_hit_experts_agree(small):
 
 def test_an_expert_that_no_row_chose_is_not_run(small):
     engine = Engine(small, device="cpu")
-    _, moe = engine.model.layers[engine.config.layers.index(MOE)]
+    _, moe = engine.model.stack.layers[engine.config.layers.index(MOE)]
     x = torch.randn(3, engine.config.hidden_size, generator=torch.Generator().manual_seed(0))
     weights = moe.router(x)
     moe.up[~weights.any(0)] = float("nan")

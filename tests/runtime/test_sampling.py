@@ -81,6 +81,17 @@ def test_seed_decides_the_text_and_the_batch_does_not(device):
     assert alone.tokens == texts[0].tokens
 
 
+@pytest.mark.parametrize("speculation", [None, "mtp"])
+def test_random_numbers_go_by_the_position_in_the_sequence(speculation, device):
+    """A text's beginning, given as the prompt, is continued as the text was."""
+    engine = Engine(TINY, device=device, dtype="float32", deterministic=True, max_batch=1, speculation=speculation)
+    (whole,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=24, temperature=1.0, seed=5, stop_tokens=()))
+    for known in (1, 2, 11):
+        params = SamplingParams(max_tokens=24 - known, temperature=1.0, seed=5, stop_tokens=())
+        (rest,) = engine.generate([whole.prompt + whole.tokens[:known]], params)
+        assert rest.tokens == whole.tokens[known:]
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

@@ -6,13 +6,16 @@ Mamba.
     engine = Engine("examples/tiny-nemotron-h")
     print(engine.generate(["In the beginning"], SamplingParams(max_tokens=64))[0].text)
 
-A request's way: Engine.add_request → Scheduler (waits for a slot) → prompt chunks through Model → one token a step →
-text. Memory holds what sequences remember: a StatePool slot for the Mamba layers and KVCache rows for attention.
+A request's way: Engine.add_request → Scheduler (waits for a slot) → Runner: prompt chunks, then steps of one token or,
+with a Drafter, of several → text. Memory holds what sequences remember: a StatePool slot for the Mamba layers and
+KVCache rows for attention.
 """
 
+from .drafter import Drafter
 from .engine import Engine, Piece
 from .model_config import CheckpointError, ModelConfig
 from .sampler import SamplingParams
 from .sequence import Sequence
+from .verification import Acceptance
 
-__all__ = ["CheckpointError", "Engine", "ModelConfig", "Piece", "SamplingParams", "Sequence"]
+__all__ = ["Acceptance", "CheckpointError", "Drafter", "Engine", "ModelConfig", "Piece", "SamplingParams", "Sequence"]

@@ -45,13 +45,19 @@ class Attention:
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
     def together(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch) -> torch.Tensor:
-        """One new token of each row over the first `batch.context` positions of its slot, later ones masked. Shapes
-        depend on no value, so that it can be captured in a CUDA graph. q [rows, heads, d] -> as q."""
-        keys, values = keys[batch.kv_slots, :, : batch.context], values[batch.kv_slots, :, : batch.context]
-        mask = torch.arange(batch.context, device=q.device) <= batch.positions[:, None]
+        """The new tokens of each row over the first `batch.context` positions of its slot, later ones masked. Shapes
+        depend on no value, so that it can be captured in a CUDA graph. q [n, heads, d] -> as q."""
+        cells, kv_heads = batch.grid.cells, keys.shape[1]
+        slots, positions = batch.kv_slots[cells[:, 0]], batch.positions[cells]
+        keys, values = keys[slots, :, : batch.context], values[slots, :, : batch.context]
+        mask = torch.arange(batch.context, device=q.device) <= positions[..., None]  # [rows, width, context]
         # The query heads of a key head stand in for query tokens: no key is copied per head.
-        out = F.scaled_dot_product_attention(q.unflatten(1, (keys.shape[1], -1)), keys, values, mask[:, None, None])
-        return out.flatten(1, 2)
+        q = q[cells].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, sharing, width, d]
+        sharing = q.shape[2]
+        mask = mask[:, None].expand(-1, sharing, -1, -1).flatten(1, 2)[:, None]
+        out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask)
+        out = out.unflatten(2, (sharing, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [rows, width, heads, d]
+        return out.flatten(0, 1)[batch.grid.place]
 
 
 def _for_each_query_head(cached: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -6,29 +6,36 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 
 import torch
 
-from .. import _core
-from .batch import Batch, Row
-from .cuda_graph import DecodeGraphs
+from .. import ReplayConfig, SlotLayout, _core
+from .batch import Row
+from .drafter import Drafter
+from .loader import Loader
 from .mamba_mixer import STEPS
 from .memory import Memory
 from .model import Model
 from .model_config import ModelConfig
+from .mtp import MTP
+from .ngram import NGram
 from .row_tiles import RowTiles
-from .sampler import SamplingParams, sample
+from .runner import Outcome, Runner
+from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .tokenizer import TextStream, Tokenizer
 from .traffic import Traffic, rehearse
+from .verification import Acceptance
 from .weights import Weights
 
 _GREEDY = SamplingParams()
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MODES = ("replay", "conventional")
+_MAX_DRAFTS = 15  # a step takes 16 tokens a row at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,14 @@ class Engine:
         context: most tokens of a sequence, prompt and generated together; None: the model's max_position_embeddings, at
             most 4096. The KV cache reserves it for every slot.
         prefill_chunk: most prompt tokens of one forward pass.
-        window: ReplaySSM's window, tokens between two writes of the state.
+        window: ReplaySSM's window, tokens between two writes of the state; "auto": 16, or twice the tokens of a step
+            (1 + draft_tokens) if that is more.
+        speculation: None: one token a step. "mtp": the checkpoint's multi-token-prediction head drafts the tokens after
+            the next one, "ngram": they are copied from where the newest tokens occurred before, or a Drafter. A step
+            verifies them together; the text stays the same.
+        draft_tokens: most drafts a step, 1..15; SamplingParams.draft_tokens may ask for fewer. Ignored without
+            speculation.
+        adaptive: each text's draft length follows its recent acceptance (Sequence.adapt).
         deterministic: a sequence's bits do not depend on the other sequences. Slower: dense layers run in fixed row
             tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs.
         cuda_graphs: None: on CUDA unless `deterministic`.
@@ -74,21 +88,26 @@ class Engine:
         max_batch: int = 32,
         context: int | None = None,
         prefill_chunk: int = 512,
-        window: int = 16,
+        window: int | str = "auto",
+        speculation: str | Drafter | None = None,
+        draft_tokens: int = 3,
+        adaptive: bool = False,
         deterministic: bool = False,
         cuda_graphs: bool | None = None,
         progress: bool = False,
     ):
-        if mode not in STEPS:
-            raise ValueError(f"mode is {mode!r}, expected one of {', '.join(STEPS)}")
+        if mode not in _MODES:
+            raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
         for name, value in (
             ("max_batch", max_batch),
             ("prefill_chunk", prefill_chunk),
-            ("window", window),
+            ("window", 1 if window == "auto" else window),
             ("context", 1 if context is None else context),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
+        self.draft_tokens = _draft_tokens(speculation, draft_tokens, window)
+        self._adaptive = adaptive
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(_DTYPES)}")
         self.mode = mode
@@ -99,43 +118,64 @@ class Engine:
         self.config = ModelConfig.read(checkpoint)
         self.dtype = _DTYPES[dtype or (self.config.dtype if on_cuda else "float32")]
         self.context = context or min(self.config.max_position_embeddings, 4096)
+        self._configs = {
+            "replay": self._replay_config(window),
+            # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
+            "conventional": self._replay_config(2 * (1 + self.draft_tokens)),
+        }
         weights = Weights(checkpoint, self.config)
+        if speculation == "mtp":
+            MTP.require(checkpoint, self.config, weights)
         self.tokenizer = Tokenizer(checkpoint)
-        self.tiles = RowTiles(fixed=deterministic)
-        # The conventional kernel keeps no records: its slots carry the shortest ring that ReplayConfig has no warning
-        # for.
-        self._windows = {"replay": window, "conventional": 2}
+        together = on_cuda and not deterministic
+        snapshots = mode == "conventional" and self.draft_tokens > 0
+        loader = Loader(
+            self.config,
+            weights,
+            step=STEPS["snapshots" if snapshots else mode],
+            dtype=self.dtype,
+            device=self.device,
+            tiles=RowTiles(fixed=deterministic),
+            progress=progress,
+        )
+        self.model = Model(loader)
+        self._drafter = speculation
+        if isinstance(speculation, str):
+            self._drafter = MTP(self.model, loader, together) if speculation == "mtp" else NGram()
         self.memory = Memory(
             self.config,
+            self._configs[mode],
             slots=max_batch,
-            context=self.context,
-            window=self._windows[mode],
+            attention_layers=loader.attention_layers,
+            capacity=self.context + self.draft_tokens,  # the last step of a text may draft beyond its end
+            snapshots=snapshots,
             dtype=self.dtype,
             device=self.device,
         )
-        self.model = Model(
-            self.config, weights, mode=mode, dtype=self.dtype, device=self.device, tiles=self.tiles, progress=progress
-        )
         self._scheduler = Scheduler(max_batch, prefill_chunk)
-        if cuda_graphs is None:
-            cuda_graphs = on_cuda and not deterministic
-        if cuda_graphs:
-            self._decode = DecodeGraphs(self._decode_together, max_batch, self.context, self.device)
-        else:
-            self._decode = self._decode_eagerly if on_cuda and not deterministic else self._decode_by_sequence
+        self._runner = Runner(
+            self.model,
+            self.memory,
+            self._drafter,
+            together=together,
+            graphs=together if cuda_graphs is None else cuda_graphs,
+            max_rows=max_batch,
+        )
         self._requests = 0
         self._kind = "prefill"  # of the last step
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._steps = {"prefill": 0, "decode": 0}
         self._traffic = {"prefill": Traffic(), "decode": Traffic()}
         self._prompt_tokens = self._generated_tokens = 0
+        self._acceptance = Acceptance()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: str | Several[int], params: SamplingParams = _GREEDY) -> Sequence:
         """Puts a request in line and returns it; `step` fills its `tokens`, `text` and finally `finish_reason`.
 
-        prompt: text, or token ids as they are. Raises ValueError if it is empty, holds an unknown id, or is too long.
+        prompt: text, or token ids as they are. Raises ValueError if it is empty, holds an unknown id, or is too long,
+        and if `params` asks for more drafts than the engine has.
         """
         tokens = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(tokens) + params.max_tokens > self.context:
@@ -143,10 +183,12 @@ class Engine:
                 f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} are more than the context "
                 f"of {self.context}"
             )
+        drafts = self.draft_tokens if params.draft_tokens is None else params.draft_tokens
+        if drafts > self.draft_tokens:
+            raise ValueError(f"draft_tokens is {drafts}, expected at most the engine's {self.draft_tokens}")
         stop_tokens = self.config.stop_tokens if params.stop_tokens is None else params.stop_tokens
-        sequence = Sequence(
-            self._requests, tokens, params, frozenset(stop_tokens), TextStream(self.tokenizer, params.stop)
-        )
+        text = TextStream(self.tokenizer, params.stop)
+        sequence = Sequence(self._requests, tokens, params, frozenset(stop_tokens), text, drafts)
         self._requests += 1
         self._scheduler.add(sequence)
         return sequence
@@ -161,7 +203,15 @@ class Engine:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's slot away and puts it at the end of the line. It later continues bit for bit, in
-        whatever slot is free then. A sequence that has no slot stays where it is."""
+        whatever slot is free then. A sequence that has no slot stays where it is.
+
+        NotImplementedError with mode "conventional" and speculation.
+        """
+        if self.memory.snapshots is not None:
+            raise NotImplementedError(
+                "preempt: a slot of mode 'conventional' with speculation cannot be saved, its state is one of the "
+                "snapshots of its drafts; mode 'replay' can"
+            )
         if sequence.slot is not None:
             sequence.saved = self.memory.save(sequence.slot, sequence.length)
             self._scheduler.preempt(sequence)
@@ -223,7 +273,7 @@ class Engine:
             chunk = self._scheduler.prefill_chunk
             return torch.cat(
                 [
-                    self._run_rows([Row(slot, start, len(part))], part, is_prompt=True, wanted=None)
+                    self._runner.score(Row(slot, start, len(part)), part)
                     for start in range(0, len(tokens), chunk)
                     if (part := list(tokens[start : start + chunk]))
                 ]
@@ -231,13 +281,19 @@ class Engine:
         finally:
             self._scheduler.give_slot(slot)
 
+    @property
+    def window(self) -> int:
+        """ReplaySSM's window, in mode "conventional" the one that `rehearse` takes for "replay"."""
+        return self._configs["replay"].window
+
     # ---- what happened ---------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict:
         """Counts since the engine was made. `decode_tokens` leaves out each text's first token, which its prompt's pass
         gave.
 
-        prefill_traffic, decode_traffic: Traffic, counted by the pool.
+        prefill_traffic, decode_traffic: Traffic, counted by the pool. acceptance: of all texts' steps and drafts; a
+        Sequence has its own.
         """
         self._attribute_traffic(self._kind)
         self.memory.pool.validate()
@@ -246,6 +302,7 @@ class Engine:
             "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
             "decode_tokens": self._traffic["decode"].tokens,
+            "acceptance": self._acceptance,
             **{
                 f"{kind}_{name}": values[kind]
                 for kind in ("prefill", "decode")
@@ -253,10 +310,20 @@ class Engine:
             },
         }
 
-    def rehearse(self, mode: str, sequences: Several[Sequence]) -> Traffic:
-        """What decoding these finished `sequences` moves in `mode`, whichever mode ran."""
-        config = replace(self.memory.pool.config, window=self._windows[mode])
-        return rehearse(self.memory.pool, config, mode, [len(sequence.tokens) - 1 for sequence in sequences])
+    def rehearse(self, mode: str, sequences: Several[Sequence], speculative: bool = True) -> Traffic:
+        """What decoding these finished `sequences` moves in `mode`, whichever mode ran.
+
+        speculative: with the drafts that they had and the acceptance these met; else token by token.
+        """
+        steps = [sequence.steps if speculative else [(1, 1)] * (len(sequence.tokens) - 1) for sequence in sequences]
+        return rehearse(self.memory.pool, self._configs[mode], mode, steps)
+
+    def memory_per_request(self, mode: str) -> int:
+        """Bytes of Mamba state that a slot takes in `mode`: state, records and convolution inputs, or state and, with
+        speculation, its snapshots."""
+        layout = SlotLayout(self.memory.pool.geometry, self._configs[mode])
+        snapshots = 1 + self.draft_tokens if mode == "conventional" and self.draft_tokens else 0
+        return self.memory.pool.num_layers * (layout.slot_stride + snapshots * layout.sections["checkpoint"].bytes)
 
     def _attribute_traffic(self, next_kind: str) -> None:
         """Books what the pool counted since the last call to the kind of step that ran, and notes the kind that comes.
@@ -271,8 +338,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """One forward pass, of prompt chunks or of one token for every running text. Returns the sequences that got a
-        token.
+        """One forward pass, of prompt chunks or of a decode step for every running text. Returns the sequences that got
+        tokens.
         """
         admitted = self._scheduler.admit()
         try:
@@ -294,13 +361,12 @@ class Engine:
         began = time.perf_counter()
         try:
             if chunks:
-                logits = self._prefill(chunks)
+                outcomes = self._prefill(chunks)
                 sequences = [sequence for sequence in sequences if not sequence.in_prompt]
             else:
-                columns = [s.tokens[-1] for s in sequences], [s.slot for s in sequences], [s.length for s in sequences]
-                inputs = torch.tensor(columns, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-                logits = self._decode(inputs, max(columns[2]) + 1)
-            self._append(sequences, logits)
+                outcomes = self._decode(sequences)
+            for sequence, outcome in zip(sequences, outcomes, strict=True):
+                self._append(sequence, *outcome)
         except BaseException:
             self._drop(sequences)
             raise
@@ -308,17 +374,47 @@ class Engine:
         self._seconds[kind] += time.perf_counter() - began
         return sequences
 
-    def _append(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Samples and hands out the next tokens: the one place where a step waits for the device."""
-        if not sequences:
-            return
-        positions = [len(sequence.prompt) + len(sequence.tokens) for sequence in sequences]
-        tokens = sample(logits, [sequence.params for sequence in sequences], positions, self.tiles).tolist()
-        self._generated_tokens += len(tokens)
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.append(token)
-            if sequence.finish_reason is not None:
-                self._scheduler.release(sequence)
+    def _prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome]:
+        """Outcomes of the sequences whose prompt is complete then, in order."""
+        rows = [Row(sequence.slot, sequence.prefilled, count) for sequence, count in chunks]
+        tokens: list[int] = []
+        after: list[int | None] = []
+        for (sequence, _), row in zip(chunks, rows, strict=True):
+            prompt = [*sequence.prompt, None]
+            tokens += prompt[row.start : row.start + row.count]
+            after += prompt[row.start + 1 : row.start + row.count + 1]
+        params = [s.params for s, count in chunks if s.prefilled + count == len(s.prompt)]
+        outcomes = self._runner.prompts(rows, tokens, after, params, max(s.draft_length for s, _ in chunks))
+        for sequence, count in chunks:
+            sequence.prefilled += count
+        self._prompt_tokens += len(tokens)
+        return outcomes
+
+    def _decode(self, sequences: list[Sequence]) -> list[Outcome]:
+        steps = [sequence.next_step() for sequence in sequences]
+        rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]
+        drafts = max(sequence.draft_length for sequence in sequences)
+        outcomes = self._runner.decode(rows, sum(steps, []), [s.params for s in sequences], drafts)
+        for sequence, step, (tokens, _) in zip(sequences, steps, outcomes, strict=True):
+            sequence.steps.append((len(step), len(tokens)))
+            self._acceptance += Acceptance.of(sequence.steps[-1:])
+        return outcomes
+
+    def _append(self, sequence: Sequence, tokens: list[int], drafts: list[int]) -> None:
+        """Hands out new tokens, and puts the drafts of the next step in place."""
+        before = len(sequence.tokens)
+        sequence.extend(tokens)
+        self._generated_tokens += len(sequence.tokens) - before
+        if sequence.finish_reason is not None:
+            return self._scheduler.release(sequence)
+        # Drafts from the device were made for the length that was known before the step: in any batch the same number.
+        sequence.drafts = drafts[: sequence.draft_length]
+        if self._adaptive and sequence.steps:
+            sequence.adapt()
+        if self._drafter is not None and not drafts and sequence.draft_length:
+            sequence.drafts = self._drafter.propose(sequence, sequence.draft_length)[: sequence.draft_length]
+            if unknown := [token for token in sequence.drafts if not 0 <= token < self.config.vocab_size]:
+                raise ValueError(f"drafts: token {unknown[0]!r} is outside 0..{self.config.vocab_size - 1}")
 
     def _drop(self, sequences: list[Sequence]) -> None:
         """After a failed pass the memory of its sequences is not to be trusted: they end, their slots are reset before
@@ -329,66 +425,29 @@ class Engine:
                 sequence.finish_reason = "error"
                 self._scheduler.release(sequence)
 
-    def _prefill(self, chunks: list[tuple[Sequence, int]]) -> torch.Tensor:
-        """Logits after the chunks that complete their prompt, in order."""
-        rows = [Row(sequence.slot, sequence.prefilled, count) for sequence, count in chunks]
-        tokens = [
-            token
-            for (sequence, count), row in zip(chunks, rows, strict=True)
-            for token in sequence.prompt[row.start : row.start + count]
-        ]
-        wanted, end = [], 0
-        for sequence, count in chunks:
-            end += count
-            if sequence.prefilled + count == len(sequence.prompt):
-                wanted.append(end - 1)
-        logits = self._run_rows(rows, tokens, is_prompt=True, wanted=wanted)
-        for sequence, count in chunks:
-            sequence.prefilled += count
-        self._prompt_tokens += len(tokens)
-        return logits
+    def _replay_config(self, window: int | str) -> ReplayConfig:
+        activation = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return ReplayConfig(window=window, max_step_tokens=1 + self.draft_tokens, activation=activation)
 
-    def _run_rows(
-        self, rows: list[Row], tokens: list[int], *, is_prompt: bool, wanted: list[int] | None
-    ) -> torch.Tensor:
-        """A forward pass whose rows the host knows. wanted: as Batch.wanted."""
-        positions = [row.start + i for row in rows for i in range(row.count)]
-        slots = [row.slot for row in rows for _ in range(row.count)]
-        tensors = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(self.device)
-        plan = self.memory.pool.plan([row.slot for row in rows], [row.count for row in rows])
-        return self._forward(
-            Batch(
-                plan,
-                *tensors,
-                is_prompt=is_prompt,
-                on_host=rows,
-                wanted=None if wanted is None else torch.tensor(wanted, dtype=torch.int64).to(self.device),
-            )
+
+def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: int | str) -> int:
+    """The most drafts a step, 0 without speculation; ValueError if this cannot work."""
+    if speculation is None:
+        return 0
+    if speculation in ("tree", "medusa", "eagle"):
+        raise ValueError(
+            f"speculation {speculation!r} drafts trees, which ReplaySSM cannot verify: its records are a chain, and "
+            "siblings would share one record; expected mtp or ngram"
         )
-
-    def _decode_by_sequence(self, inputs: torch.Tensor, context: int) -> torch.Tensor:
-        tokens, slots, positions = inputs.tolist()
-        rows = [Row(slot, position, 1) for slot, position in zip(slots, positions, strict=True)]
-        return self._run_rows(rows, tokens, is_prompt=False, wanted=None)
-
-    def _decode_eagerly(self, inputs: torch.Tensor, context: int) -> torch.Tensor:
-        return self._decode_together(inputs.to(self.device, non_blocking=True), context)
-
-    def _decode_together(self, inputs: torch.Tensor, context: int) -> torch.Tensor:
-        """One token of every row. inputs int64 [3, rows] on the device: token, slot (-1: padded row), position."""
-        tokens, slots, positions = inputs
-        plan = self.memory.pool.plan(slots.to(torch.int32), 1)
-        kv_slots = torch.where(slots < 0, self.memory.kv.scratch_slot, slots)
-        return self._forward(Batch(plan, tokens, positions, kv_slots, is_prompt=False, context=context))
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        try:
-            logits = self.model(batch, self.memory)
-        except BaseException:
-            self.memory.pool.abandon(batch.plan)
-            raise
-        self.memory.pool.commit(batch.plan)
-        return logits
+    if not isinstance(speculation, Drafter) and speculation not in ("mtp", "ngram"):
+        raise ValueError(f"speculation is {speculation!r}, expected None, mtp, ngram or a Drafter")
+    if not 1 <= draft_tokens <= _MAX_DRAFTS:
+        raise ValueError(f"draft_tokens is {draft_tokens}, expected 1..{_MAX_DRAFTS}")
+    if window != "auto" and draft_tokens + 1 > window:
+        raise ValueError(
+            f"draft_tokens is {draft_tokens}: steps of {draft_tokens + 1} tokens do not fit into the window of {window}"
+        )
+    return draft_tokens
 
 
 def _device(name: str | None) -> torch.device:

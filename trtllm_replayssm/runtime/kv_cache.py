@@ -25,7 +25,7 @@ class KVCache:
         shape = (layers, slots + 1, kv_heads, capacity, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.scratch_slot = slots
+        self.scratch_slot, self.capacity = slots, capacity
 
     def clear(self, slot: int) -> None:
         """Before a slot serves another sequence: a masked value still meets a weight of 0, and 0 · NaN would be NaN."""

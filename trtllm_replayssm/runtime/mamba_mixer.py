@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import ops
@@ -10,8 +12,8 @@ from .dense import Linear, RMSNorm
 from .row_tiles import RowTiles
 
 # How a decode step treats the state: "replay" appends records and reads the checkpoint, "conventional" reads, updates
-# and writes the whole state each token.
-STEPS = {"replay": ops.step, "conventional": ops.conventional_step}
+# and writes the whole state each token. To verify drafts, the latter keeps a snapshot of the state after each.
+STEPS = {"replay": ops.step, "conventional": ops.conventional_step, "snapshots": ops.conventional_verify}
 
 
 class MambaMixer:
@@ -20,7 +22,7 @@ class MambaMixer:
     def __init__(
         self,
         layer: int,
-        mode: str,
+        step: Callable,
         *,
         in_proj: Linear,
         conv_weight: torch.Tensor,
@@ -34,7 +36,7 @@ class MambaMixer:
         tiles: RowTiles,
     ):
         self.layer = layer  # index among the Mamba layers
-        self.step = STEPS[mode]
+        self.step = step
         self.in_proj, self.norm, self.out_proj, self.tiles = in_proj, norm, out_proj, tiles
         self.conv_weight, self.conv_bias = conv_weight, conv_bias
         self.A_log, self.D, self.dt_bias, self.dt_limit = A_log, D, dt_bias, dt_limit
@@ -47,7 +49,7 @@ class MambaMixer:
         z, raw, dt = self.tiles(self.in_proj, x).split([d_inner, d_inner + 2 * group_width, heads], dim=-1)
         conv = ops.conv_step(pool, self.layer, batch.plan, raw, self.conv_weight, self.conv_bias)
         x, B, C = conv.split([d_inner, group_width, group_width], dim=-1)
-        scan = ops.prefill if batch.is_prompt else self.step
+        scan, more = (ops.prefill, {}) if batch.is_prompt else (self.step, memory.step_arguments(self.layer))
         y = scan(
             pool,
             self.layer,
@@ -60,5 +62,6 @@ class MambaMixer:
             self.D,
             self.dt_bias,
             dt_limit=self.dt_limit,
+            **more,
         )
         return self.tiles(lambda y, z: self.out_proj(self.norm.gated(y, z)), y.flatten(1), z)

@@ -9,7 +9,7 @@ import torch
 
 from .. import MambaGeometry, ReplayConfig, StatePool
 from .kv_cache import KVCache
-from .model_config import ATTENTION, MAMBA, ModelConfig
+from .model_config import MAMBA, ModelConfig
 
 
 @dataclass
@@ -21,8 +21,21 @@ class SavedSlot:
 
 
 class Memory:
+    """`snapshots`: for the conventional verification of drafts, the state after each token of a step, fp32 [layers,
+    slots, max_step_tokens, heads, head_dim, state_dim]; else None.
+    """
+
     def __init__(
-        self, config: ModelConfig, *, slots: int, context: int, window: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        replay: ReplayConfig,
+        *,
+        slots: int,
+        attention_layers: int,
+        capacity: int,
+        snapshots: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         geometry = MambaGeometry(
             num_heads=config.mamba_heads,
@@ -31,17 +44,13 @@ class Memory:
             state_dim=config.state_dim,
             conv_kernel=config.conv_kernel,
         )
-        activation = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-        self.pool = StatePool(
-            geometry,
-            ReplayConfig(window=window, max_step_tokens=1, activation=activation),
-            num_slots=slots,
-            num_layers=config.layers.count(MAMBA),
-            device=device,
-        )
-        self.kv = KVCache(
-            config.layers.count(ATTENTION), slots, config.kv_heads or 1, context, config.head_dim or 1, dtype, device
-        )
+        self.pool = StatePool(geometry, replay, num_slots=slots, num_layers=config.layers.count(MAMBA), device=device)
+        self.snapshots = self.pool.allocate_snapshots() if snapshots else None
+        self.kv = KVCache(attention_layers, slots, config.kv_heads or 1, capacity, config.head_dim or 1, dtype, device)
+
+    def step_arguments(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a decode step of a Mamba layer needs besides the pool."""
+        return {} if self.snapshots is None else {"snapshots": self.snapshots[layer]}
 
     def reset(self, slot: int, stream: int) -> None:
         self.pool.reset([slot], streams=[stream])

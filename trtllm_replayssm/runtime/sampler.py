@@ -21,6 +21,7 @@ class SamplingParams:
     seed: random numbers depend on (seed, position in the sequence) only, never on the batch.
     stop_tokens: ids that end the text; None: the checkpoint's end-of-sequence tokens, (): none.
     stop: strings that end the text and are no part of it.
+    draft_tokens: most drafts a step, 0: none; None: the engine's `draft_tokens`. Changes the speed, not the text.
     """
 
     max_tokens: int = 128
@@ -30,17 +31,20 @@ class SamplingParams:
     seed: int = 0
     stop_tokens: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    draft_tokens: int | None = None
 
     def __post_init__(self):
-        for name in ("max_tokens", "top_k", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected an int")
+        for name in ("max_tokens", "top_k", "seed", "draft_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "draft_tokens" and value is None):
+                raise TypeError(f"{name} is {value!r}, expected an int")
         for name, valid, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("seed", 0 <= self.seed < 2**64, "in 0 .. 2^64-1"),
+            ("draft_tokens", self.draft_tokens is None or self.draft_tokens >= 0, "at least 0"),
             (
                 "stop",
                 not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop),
@@ -79,8 +83,10 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[i
             for p, position in zip(params, positions, strict=True)
         ],
         dtype=torch.float32,
-    ).to(logits.device)
-    is_greedy = torch.tensor([p.temperature == 0 for p in params]).to(logits.device)
+        pin_memory=logits.is_cuda,
+    ).to(logits.device, non_blocking=True)
+    is_greedy = torch.tensor([p.temperature == 0 for p in params], pin_memory=logits.is_cuda)
+    is_greedy = is_greedy.to(logits.device, non_blocking=True)
     return torch.where(is_greedy, greedy, tiles(_draw, logits, knobs))
 
 

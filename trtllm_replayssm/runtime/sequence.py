@@ -6,18 +6,27 @@ from __future__ import annotations
 from .memory import SavedSlot
 from .sampler import SamplingParams
 from .tokenizer import TextStream
+from .verification import Acceptance
 
 
 class Sequence:
-    """A prompt being prefilled, then a text growing token by token.
+    """A prompt being prefilled, then a text growing by one or, with drafts, more tokens a step.
 
     slot: its memory while it runs, else None. saved: its memory while it is pre-empted, else None.
     prefilled: prompt tokens that are in memory. tokens, pieces: what was generated, and the text that each token
     settled. finish_reason: None while it runs, then "stop" (stop token or string), "length", "cancelled" or "error".
+    max_drafts: most drafts a step. draft_length: how many its next step shall have; `adapt` changes it. drafts: those
+    that were proposed for it. steps: tokens that each decode step brought (1 + drafts) and kept.
     """
 
     def __init__(
-        self, request_id: int, prompt: list[int], params: SamplingParams, stop_tokens: frozenset[int], text: TextStream
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        stop_tokens: frozenset[int],
+        text: TextStream,
+        max_drafts: int = 0,
     ):
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.stop_tokens, self._text = stop_tokens, text
@@ -27,6 +36,9 @@ class Sequence:
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: str | None = None
+        self.max_drafts = self.draft_length = max_drafts
+        self.drafts: list[int] = []
+        self.steps: list[tuple[int, int]] = []
 
     @property
     def in_prompt(self) -> bool:
@@ -41,8 +53,33 @@ class Sequence:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def append(self, token: int) -> None:
-        """Takes the next generated token and finishes the sequence if it ends here. A stop token has no text."""
+    @property
+    def acceptance(self) -> Acceptance:
+        return Acceptance.of(self.steps)
+
+    def next_step(self) -> list[int]:
+        """The newest token and its drafts, no more than the text may still need."""
+        return [self.tokens[-1], *self.drafts[: self.params.max_tokens - len(self.tokens) - 1]]
+
+    def extend(self, tokens: list[int]) -> None:
+        """Takes the next generated tokens, up to where the text ends."""
+        for token in tokens:
+            if self.finish_reason is None:
+                self._append(token)
+
+    def adapt(self) -> None:
+        """One draft more after a step whose drafts were all accepted, one less after one that lost more than half of
+        them; from 1 to `max_drafts`.
+        """
+        brought, kept = self.steps[-1]
+        drafts, accepted = brought - 1, kept - 1
+        if accepted == drafts > 0:
+            self.draft_length = min(self.draft_length + 1, self.max_drafts)
+        elif 2 * accepted < drafts:
+            self.draft_length = max(self.draft_length - 1, 1)
+
+    def _append(self, token: int) -> None:
+        """Finishes the sequence if it ends with this token. A stop token has no text."""
         self.tokens.append(token)
         if token in self.stop_tokens:
             self.pieces.append("")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .. import ReplayConfig, StatePool
+from ..plan import FOLDED, SNAPSHOTTED, STEPPED
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,27 @@ class Traffic:
         return self.read_per_token + self.written_per_token
 
 
-def rehearse(pool: StatePool, config: ReplayConfig, mode: str, decode_steps: list[int]) -> Traffic:
-    """What sequences of these many decode steps, each after its prompt, would have moved in `mode` with ReplayConfig
-    `config`.
+def rehearse(pool: StatePool, config: ReplayConfig, mode: str, sequences: list[list[tuple[int, int]]]) -> Traffic:
+    """What `sequences` would have moved in `mode` with ReplayConfig `config`, each given by its decode steps: tokens
+    that a step brought and kept.
 
     The counting is the library's own: a pool of no layers goes through the same plans and commits, and its counts of
     states and records are priced at the sizes of `pool`'s layers.
     """
     cursors = StatePool(pool.geometry, config, num_slots=1, num_layers=0, device="cpu")
+    conventional = FOLDED if config.max_step_tokens == 1 else SNAPSHOTTED
+    use = STEPPED if mode == "replay" else conventional
     prompts = Traffic()
-    for steps in decode_steps:
+    for steps in sequences:
         cursors.reset([0])
         before = _priced(cursors, pool.num_layers)
         cursors.commit(cursors.plan([0], 1))  # a folded token: the prompt
         prompts += _priced(cursors, pool.num_layers) - before
         plan = None
-        for _ in range(steps):
-            plan = cursors.plan([0], 1, out=plan)
-            # Without layers no op tells how a plan was used: an accepted count means stepped, none folded.
-            cursors.commit(plan, accepted=[1] if mode == "replay" else None)
+        for brought, kept in steps:
+            plan = cursors.plan([0], brought, out=plan)
+            plan.require_use(use)  # there are no layers whose ops would tell
+            cursors.commit(plan, accepted=[kept])
     return _priced(cursors, pool.num_layers) - prompts
 
 
