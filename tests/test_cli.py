@@ -194,6 +194,8 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
         ),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--draft-tokens", "2"], "need --speculative mtp or ngram"),
         (["demo", "--checkpoint", TINY, "--device", "abacus"], "device is 'abacus', expected cpu or cuda"),
+        (["demo", "--checkpoint", TINY, "--max-tokens", "1"], "--max-tokens is 1, expected at least 2"),
+        (["generate", "--checkpoint", TINY, "--prompt", "x\udcff"], "--prompt: expected UTF-8 text"),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, message):
@@ -202,6 +204,19 @@ def test_errors_are_one_line(capsys, arguments, message):
     assert captured.out == ""
     assert captured.err.startswith("trtllm-replayssm: error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_prompt_files(tmp_path, capsys):
+    """A byte order mark and Windows line ends are no text; other encodings are refused."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffIn the beginning\r\n\r\nAnd it came\r\n".encode())
+    arguments = ["generate", "--checkpoint", TINY, "--prompt-file", str(file), "--max-tokens", "4", "--device", "cpu"]
+    assert main([*arguments, "--json"]) == 0
+    texts = json.loads(capsys.readouterr().out)["results"]
+    assert [text["prompt"] for text in texts] == ["In the beginning", "And it came"]
+    file.write_bytes(b"caf\xe9")
+    assert main(arguments) == 2
+    assert f"{file}: expected UTF-8 text, got byte 3" in capsys.readouterr().err
 
 
 def test_errors_exit_2_without_a_traceback(tmp_path):

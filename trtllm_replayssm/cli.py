@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +33,7 @@ SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    warnings.formatwarning = lambda message, *_: f"trtllm-replayssm: warning: {message}\n"
     try:
         return options.run(options)
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
@@ -163,6 +165,8 @@ def _generate(options) -> int:
     if options.speculative is not None:
         drafts = 3 if options.draft_tokens is None else options.draft_tokens
         speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
+    if options.prompt is not None and _undecodable(options.prompt):
+        raise ValueError("--prompt: expected UTF-8 text")
     prompts = [options.prompt] if options.prompt is not None else _read_prompts(options.prompt_file)
     runtime = _runtime()
     params = runtime.SamplingParams(
@@ -223,8 +227,16 @@ def _generate(options) -> int:
     return 0
 
 
+def _undecodable(argument: str) -> bool:
+    """Whether a command line argument holds bytes that are no UTF-8: Python turns them into lone surrogates."""
+    return any("\ud800" <= character <= "\udfff" for character in argument)
+
+
 def _read_prompts(name: str) -> list[str]:
-    text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: expected UTF-8 text, got byte {error.start} ({error.reason})") from None
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"{name}: no prompts, expected one a line")
@@ -235,6 +247,8 @@ def _read_prompts(name: str) -> list[str]:
 
 
 def _demo(options) -> int:
+    if options.max_tokens < 2:
+        raise ValueError(f"--max-tokens is {options.max_tokens}, expected at least 2: the first comes with the prompt")
     runtime = _runtime()
     params = runtime.SamplingParams(max_tokens=options.max_tokens)
     engines = {mode: _engine(runtime, options, mode, len(PROMPTS)) for mode in ("replay", "conventional")}

@@ -71,7 +71,7 @@ def test_texts_part_only_at_ties(mode, drafter, dtype, device):
     engine = Engine(TINY, max_batch=7, speculation=drafter, draft_tokens=4, **options)
     texts = engine.generate(PROMPTS, endless(32))
     for text, expected in zip(texts, plain.generate(PROMPTS, endless(32)), strict=True):
-        same_text(plain, text, expected)
+        same_text(plain, text, expected, neighbours=dtype == "bfloat16")
     engine.memory.pool.validate()
 
 

@@ -104,6 +104,8 @@ class Engine:
             ("window", 1 if window == "auto" else window),
             ("context", 1 if context is None else context),
         ):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}, expected an int")
             if value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
         self.draft_tokens = _draft_tokens(speculation, draft_tokens, window)
@@ -465,4 +467,6 @@ def _device(name: str | None) -> torch.device:
         )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {name!r}, expected cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
     return device

@@ -63,7 +63,7 @@ def rehearse(pool: StatePool, config: ReplayConfig, mode: str, sequences: list[l
         plan = None
         for brought, kept in steps:
             plan = cursors.plan([0], brought, out=plan)
-            plan.require_use(use)  # there are no layers whose ops would tell
+            plan.use = use  # there are no layers whose ops would tell
             cursors.commit(plan, accepted=[kept])
     return _priced(cursors, pool.num_layers) - prompts
 
