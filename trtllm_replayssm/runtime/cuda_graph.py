@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +13,17 @@ import torch
 def padded(n: int, limit: int) -> int:
     """The least power of two >= n, at most `limit`: few shapes, each at most twice too large."""
     return min(1 << (n - 1).bit_length(), limit)
+
+
+@contextmanager
+def _no_collection():
+    """Keeps Python from freeing the graphs of another, forgotten engine during a capture: CUDA forbids it there."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class StepGraphs:
@@ -84,10 +97,11 @@ class StepGraph:
             settle(batch, hidden, self._chosen, drafts)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._verify, self._settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._verify, pool=pool):
-            batch, hidden, self._logits = begin()
-        with torch.cuda.graph(self._settle, pool=pool):
-            self._outcomes = settle(batch, hidden, self._chosen, drafts)
+        with _no_collection():
+            with torch.cuda.graph(self._verify, pool=pool):
+                batch, hidden, self._logits = begin()
+            with torch.cuda.graph(self._settle, pool=pool):
+                self._outcomes = settle(batch, hidden, self._chosen, drafts)
         self._between = batch, hidden  # in memory that another capture must not reuse
 
     def verify(self, per_token: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
