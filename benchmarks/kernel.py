@@ -192,7 +192,7 @@ def measure(name: str, batch: int, tokens: int, mode: str, args: argparse.Namesp
         "gpu": torch.cuda.get_device_name(),
         "date": datetime.date.today().isoformat(),
         "commit": args.commit,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *(os.path.basename(a) if a == args.output else a for a in sys.argv)]),
     }
 
 

@@ -10,7 +10,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+commit=$(git describe --always --abbrev=12 --dirty --exclude='*' 2>/dev/null || echo unknown)
 out=build/gpu
 arch=native
 steps=build,test,sanitize,bench
@@ -40,7 +40,7 @@ stage() {
   "$@" > "$out/$name.log" 2>&1
   local rc=$?
   tail -n "${TAIL:-4}" "$out/$name.log"
-  result[$name]="{\"exit\": $rc, \"seconds\": $((SECONDS - start)), \"command\": \"$*\"}"
+  result[$name]="{\"exit\": $rc, \"seconds\": $((SECONDS - start)), \"command\": \"${*//"$out/"/}\"}"
   echo "== $name: exit $rc after $((SECONDS - start)) s"
   return $rc
 }
@@ -52,7 +52,7 @@ TAIL=3 stage build python3 -m pip install --quiet --no-build-isolation --no-deps
 
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n $(( $(nproc) - 2 ))" || true)
 # shellcheck disable=SC2086
-TAIL=25 stage test python3 -m pytest tests -p no:cacheprovider -q $workers --timeout 300
+TAIL=25 stage test python3 -m pytest tests -m gpu -p no:cacheprovider -q $workers --timeout 300
 TAIL=20 stage bench python3 benchmarks/kernel.py --geometry super --batches 1 32 256 --commit "$commit" \
   --output "$out/kernel.json"
 TAIL=40 stage bench-verify python3 benchmarks/kernel.py --geometry super nano4b --batches 128 256 --tokens 1 2 4 8 \
