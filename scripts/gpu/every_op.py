@@ -41,14 +41,22 @@ ROUNDS = [  # (slots, tokens a row, op)
 
 
 FLUSHES = 3
+LONG_ROUNDS = [  # verification of up to 16 tokens a row, four at a time in the kernel, in a window of 32
+    ([0, 1], [40, 3], "prefill"),
+    ([0, -1, 1], [16, 1, 9], "step"),
+    ([1, 0], [16, 16], "step"),
+    ([0, 1], [7, 12], "flush, step"),  # both are flushed
+    ([0, 1], [16, 16], "step"),
+    ([1, 0], [16, 16], "step"),  # both again, by the step itself
+]
+LONG_FLUSHES = 4
 
 
 class Pair:
     """The same pool on the host and on the GPU, there over memory that nothing has written: initcheck sees every read
     of what no op wrote before."""
 
-    def __init__(self, geometry: MambaGeometry, activation: str, checkpoint: str, generator: torch.Generator):
-        config = ReplayConfig(window=6, max_step_tokens=3, checkpoint=checkpoint, activation=activation)
+    def __init__(self, geometry: MambaGeometry, config: ReplayConfig, generator: torch.Generator):
         self.pools = [StatePool(geometry, config, SLOTS, num_layers=2, device=device) for device in ("cpu", "cuda")]
         self.pools[1].data = torch.empty_like(self.pools[1].data)
         self.state_snapshots = [pool.allocate_snapshots() for pool in self.pools]
@@ -56,7 +64,7 @@ class Pair:
         self.generator = generator
         self.dtype = self.pools[0].activation
         # Outputs differ by one rounding; a 16-bit state by one rounding a flush.
-        coarsest = min(torch.finfo(self.dtype).bits, {"fp32": 32}.get(checkpoint, 16))
+        coarsest = min(torch.finfo(self.dtype).bits, {"fp32": 32}.get(config.checkpoint, 16))
         self.tolerance = 3e-5 if coarsest == 32 else 2e-2
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -69,12 +77,12 @@ class Pair:
         if not error <= self.tolerance:
             raise AssertionError(f"{what}: host and CUDA differ by {error:.2e} (limit {self.tolerance:.0e})")
 
-    def run(self) -> None:
+    def run(self, rounds: list, flushes: int) -> None:
         g = self.geometry
         heads = [self.random(g.num_heads, dtype=torch.float32) for _ in range(3)]
         weight = self.random(g.conv_channels, g.conv_kernel)
         bias = self.random(g.conv_channels)
-        for slots, counts, op in ROUNDS:
+        for slots, counts, op in rounds:
             tokens = sum(counts)
             raw = self.random(tokens, g.conv_channels)
             dt = self.random(tokens, g.num_heads)
@@ -105,10 +113,9 @@ class Pair:
                 outputs.append(rows)
             for host, device in zip(*outputs, strict=True):
                 self.check(op, host, device)
-        flushes = [pool.stats()["flushes"] for pool in self.pools]
-        if flushes != [FLUSHES, FLUSHES]:
-            raise AssertionError(f"expected {FLUSHES} flushes, counted {flushes}")
-        self.snapshots()
+        counted = [pool.stats()["flushes"] for pool in self.pools]
+        if counted != [flushes, flushes]:
+            raise AssertionError(f"expected {flushes} flushes, counted {counted}")
 
     @staticmethod
     def layer_op(op: str):
@@ -149,7 +156,11 @@ class Pair:
 def main() -> int:
     generator = torch.Generator().manual_seed(3)
     for geometry, activation, checkpoint in CASES:
-        Pair(geometry, activation, checkpoint, generator).run()
+        formats = {"activation": activation, "checkpoint": checkpoint}
+        pair = Pair(geometry, ReplayConfig(window=6, max_step_tokens=3, **formats), generator)
+        pair.run(ROUNDS, FLUSHES)
+        pair.snapshots()
+        Pair(geometry, ReplayConfig(window=32, max_step_tokens=16, **formats), generator).run(LONG_ROUNDS, LONG_FLUSHES)
         print(f"head_dim {geometry.head_dim}, {activation}, checkpoint {checkpoint}: every op agrees with the host")
     return 0
 

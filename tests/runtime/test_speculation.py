@@ -176,10 +176,11 @@ def test_memory_of_a_request():
     pool = engine.memory.pool
     assert engine.memory.snapshots is None
     assert engine.memory_per_request("replay") == pool.data.nbytes // 2
-    taken = conventional.memory.pool.data.nbytes + conventional.memory.snapshots.nbytes
-    assert engine.memory_per_request("conventional") == conventional.memory_per_request("conventional") == taken // 2
-    state = pool.layout.sections["checkpoint"].bytes * pool.num_layers
-    assert taken // 2 > 5 * state and engine.memory_per_request("replay") < 1.5 * state
+    sections = conventional.memory.pool.layout.sections
+    state = sections["checkpoint"].bytes * pool.num_layers
+    needed = state + conventional.memory.snapshots.nbytes // 2 + sections["conv_ring"].bytes * pool.num_layers
+    assert engine.memory_per_request("conventional") == conventional.memory_per_request("conventional") == needed
+    assert needed > 5 * state and engine.memory_per_request("replay") < 1.5 * state
 
 
 # ---- requests of all kinds together ----------------------------------------------------------------------------------
@@ -397,6 +398,24 @@ def test_broken_drafter_ends_its_requests_and_leaves_the_engine_usable(small, fi
         drain(engine, text)
     assert text.finish_reason == "error" and text.slot is None
     assert engine.generate([[7, 8, 9]], endless(20))[0].tokens == expected.tokens
+
+
+def test_broken_drafter_ends_no_other_request(small):
+    engine = Engine(small, device="cpu", max_batch=3, speculation=Broken(), deterministic=True)
+    alone = Engine(small, device="cpu", max_batch=1, deterministic=True)
+    texts = [engine.add_request([first, 8, 9], endless(20)) for first in (7, 5, 4)]
+    with pytest.raises(RuntimeError, match="no idea"):
+        drain(engine, *texts)
+    drain(engine, *texts)
+    assert [text.finish_reason for text in texts] == ["length", "error", "length"]
+    for text in texts[::2]:
+        assert text.tokens == alone.generate([text.prompt], endless(20))[0].tokens
+
+
+@pytest.mark.parametrize("count", ["3", None, 2.5, True])
+def test_draft_tokens_are_an_int(small, count):
+    with pytest.raises(TypeError, match="draft_tokens is .*, expected an int"):
+        Engine(small, device="cpu", speculation="ngram", draft_tokens=count)
 
 
 # ---- steps for all rows at once --------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ def padded(n: int, limit: int) -> int:
 def _no_collection():
     """Keeps Python from freeing the graphs of another, forgotten engine during a capture: CUDA forbids it there."""
     gc.collect()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 class StepGraphs:

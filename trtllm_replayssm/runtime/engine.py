@@ -291,8 +291,8 @@ class Engine:
     # ---- what happened ---------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict:
-        """Counts since the engine was made. `decode_tokens` leaves out each text's first token, which its prompt's pass
-        gave.
+        """Counts since the engine was made. `decode_tokens` are those that decode steps committed: without each text's
+        first token, which its prompt's pass gave, and with the accepted ones after a text's end.
 
         prefill_traffic, decode_traffic: Traffic, counted by the pool. acceptance: of all texts' steps and drafts; a
         Sequence has its own.
@@ -321,11 +321,14 @@ class Engine:
         return rehearse(self.memory.pool, self._configs[mode], mode, steps)
 
     def memory_per_request(self, mode: str) -> int:
-        """Bytes of Mamba state that a slot takes in `mode`: state, records and convolution inputs, or state and, with
-        speculation, its snapshots."""
+        """Bytes of Mamba state that a request needs in `mode`. Replay: a slot, that is state, records and convolution
+        inputs. Conventional: state, convolution inputs and, with speculation, a snapshot for each token of a step."""
         layout = SlotLayout(self.memory.pool.geometry, self._configs[mode])
-        snapshots = 1 + self.draft_tokens if mode == "conventional" and self.draft_tokens else 0
-        return self.memory.pool.num_layers * (layout.slot_stride + snapshots * layout.sections["checkpoint"].bytes)
+        if mode == "replay":
+            return self.memory.pool.num_layers * layout.slot_stride
+        states = 1 + (1 + self.draft_tokens if self.draft_tokens else 0)
+        sections = layout.sections
+        return self.memory.pool.num_layers * (states * sections["checkpoint"].bytes + sections["conv_ring"].bytes)
 
     def _attribute_traffic(self, next_kind: str) -> None:
         """Books what the pool counted since the last call to the kind of step that ran, and notes the kind that comes.
@@ -372,6 +375,12 @@ class Engine:
         except BaseException:
             self._drop(sequences)
             raise
+        for sequence in sequences:
+            try:
+                self._propose(sequence)
+            except BaseException:  # its own misfortune: the others have their tokens and go on
+                self._drop([sequence])
+                raise
         self._steps[kind] += 1
         self._seconds[kind] += time.perf_counter() - began
         return sequences
@@ -413,15 +422,18 @@ class Engine:
         sequence.drafts = drafts[: sequence.draft_length]
         if self._adaptive and sequence.steps:
             sequence.adapt()
-        if self._drafter is not None and not drafts and sequence.draft_length:
-            sequence.drafts = self._drafter.propose(sequence, sequence.draft_length)[: sequence.draft_length]
-            if unknown := [token for token in sequence.drafts if not 0 <= token < self.config.vocab_size]:
-                raise ValueError(f"drafts: token {unknown[0]!r} is outside 0..{self.config.vocab_size - 1}")
+
+    def _propose(self, sequence: Sequence) -> None:
+        """Asks the drafter on the host, if the one on the device gave nothing."""
+        if self._drafter is None or sequence.finish_reason is not None or sequence.drafts or not sequence.draft_length:
+            return
+        drafts = self._drafter.propose(sequence, sequence.draft_length)[: sequence.draft_length]
+        if unknown := [token for token in drafts if not 0 <= token < self.config.vocab_size]:
+            raise ValueError(f"drafts: token {unknown[0]!r} is outside 0..{self.config.vocab_size - 1}")
+        sequence.drafts = drafts
 
     def _drop(self, sequences: list[Sequence]) -> None:
-        """After a failed pass the memory of its sequences is not to be trusted: they end, their slots are reset before
-        reuse.
-        """
+        """Ends sequences that a failure left behind; their slots are reset before reuse."""
         for sequence in sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = "error"
@@ -443,6 +455,8 @@ def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: 
         )
     if not isinstance(speculation, Drafter) and speculation not in ("mtp", "ngram"):
         raise ValueError(f"speculation is {speculation!r}, expected None, mtp, ngram or a Drafter")
+    if not isinstance(draft_tokens, int) or isinstance(draft_tokens, bool):
+        raise TypeError(f"draft_tokens is {draft_tokens!r}, expected an int")
     if not 1 <= draft_tokens <= _MAX_DRAFTS:
         raise ValueError(f"draft_tokens is {draft_tokens}, expected 1..{_MAX_DRAFTS}")
     if window != "auto" and draft_tokens + 1 > window:

@@ -23,7 +23,7 @@ Outcome = tuple[list[int], list[int]]
 
 class Runner:
     """Runs the model, and the drafter behind it, over packed rows of tokens. A pass waits for the device once, for its
-    outcomes.
+    outcomes (and, row by row, once more for each further draft of an MTP head).
 
     drafter: None: decode steps bring one token a row.
     together: decode steps launch the same work whatever the values, rather than row by row.
