@@ -103,11 +103,7 @@ def step(
     Raises:
         ValueError: among others, a row of more than max_step_tokens tokens.
     """
-    max_count = _step_bound(pool, plan)
-    arguments = _scan_arguments(pool, layer, plan, STEPPED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
-    _ops.step(*arguments, max_count, False)
-    _note_use(pool, layer, plan, STEPPED, A_log)
-    return arguments[-3]
+    return _scan(_ops.step, STEPPED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out, False)
 
 
 def prefill(
@@ -129,10 +125,7 @@ def prefill(
     Continues each slot from checkpoint and records; afterwards the slot has no records. Its tokens can't be rejected:
     commit takes all of them. Arguments, result and formulas as for `step`.
     """
-    arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
-    _ops.prefill(*arguments, _bound(plan, x.shape[0]))
-    _note_use(pool, layer, plan, FOLDED, A_log)
-    return arguments[-3]
+    return _scan(_ops.prefill, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
 
 
 def conventional_step(
@@ -157,10 +150,7 @@ def conventional_step(
     Raises:
         ValueError: among others, a slot that holds records.
     """
-    arguments = _scan_arguments(pool, layer, plan, FOLDED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
-    _ops.conventional_step(*arguments, _bound(plan, x.shape[0]))
-    _note_use(pool, layer, plan, FOLDED, A_log)
-    return arguments[-3]
+    return _scan(_ops.conventional_step, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
 
 
 def conventional_verify(
@@ -193,14 +183,11 @@ def conventional_verify(
     Raises:
         ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
     """
-    max_count = _step_bound(pool, plan)
     _require(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.checkpoint_dtype}), _STRIDED)
     if not snapshots[0].is_contiguous():
         raise ValueError(f"snapshots: expected contiguous slots, got strides {snapshots.stride()}")
-    arguments = _scan_arguments(pool, layer, plan, SNAPSHOTTED, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
-    _ops.conventional_verify(*arguments, max_count, snapshots)
-    _note_use(pool, layer, plan, SNAPSHOTTED, A_log)
-    return arguments[-3]
+    operator = _ops.conventional_verify
+    return _scan(operator, SNAPSHOTTED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out, snapshots)
 
 
 def _step_bound(pool: StatePool, plan: Plan) -> int:
@@ -217,11 +204,14 @@ def _step_bound(pool: StatePool, plan: Plan) -> int:
     return plan.max_count
 
 
-def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_limit, out) -> tuple:
-    """The checked arguments of a scan operator, up to dt_max; `out` is the third from the end."""
+def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out, *more) -> torch.Tensor:
+    """Checks the arguments of an op that consumes `plan`, runs its operator (`more` are its last arguments), returns
+    `out`.
+    """
     _require_plan(pool, layer, plan)
     geometry = pool.geometry
     num_tokens = _num_tokens(plan, "x", x)
+    max_count = _bound(plan, num_tokens) if use == FOLDED else _step_bound(pool, plan)
     heads = (geometry.num_heads,)
     head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
     group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
@@ -245,13 +235,11 @@ def _scan_arguments(pool, layer, plan, use, x, B, C, dt, A_log, D, dt_bias, dt_l
     if layer in plan.done:
         raise ValueError(f"layer: expected one whose op has not run on this plan, got {layer} again; its tokens are in")
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
-    return (*call, x, B, C, dt, A_log, D, dt_bias, out, low, high)
-
-
-def _note_use(pool: StatePool, layer: int, plan: Plan, use: str, A_log: torch.Tensor):
-    """After the op, so that one that raised leaves the plan as it was."""
+    operator(*call, x, B, C, dt, A_log, D, dt_bias, out, low, high, max_count, *more)
+    # After the op, so that one that raised leaves the plan as it was.
     plan.note_use(use, layer)
     pool.decay[layer] = A_log
+    return out
 
 
 def _require_plan(pool: StatePool, layer: int, plan: Plan):

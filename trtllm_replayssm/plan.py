@@ -40,8 +40,9 @@ class Plan:
         self.done: set[int] = set()
         self.open = False
 
-    def set_counts(self, counts: list[int] | None):
-        """Begins a new step of these token counts: one int a row, or None if only the device knows them."""
+    def begin(self, counts: list[int] | None):
+        """A new step was planned, of these token counts: one int a row, or None if only the device knows them."""
+        self.open = True
         self.done.clear()
         self.counts = counts
         self.num_tokens = None if counts is None else sum(counts)

@@ -165,8 +165,7 @@ class StatePool:
         elif out.open:
             raise ValueError("out: expected a plan that was committed or abandoned, got an outstanding one")
         _ops.plan(self.table, self.spec, slots, counts, uniform, rows, out.buffer)
-        out.set_counts(known)
-        out.open = True
+        out.begin(known)
         return out
 
     def commit(self, plan: Plan, accepted=None, check: bool = False):
@@ -231,7 +230,7 @@ class StatePool:
         Raises:
             ValueError: among others, a slot with records while no A_log is known.
         """
-        self._require_layer(layer)
+        require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         if A_log is None:
             A_log = self.decay[layer]
@@ -254,7 +253,7 @@ class StatePool:
             state: fp32 [rows, H, P, N], contiguous.
             conv_tail: fp32 [rows, K-1, conv_channels], contiguous, oldest first.
         """
-        self._require_layer(layer)
+        require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         self._require_floats("state", state, state_shape, (torch.float32,))
@@ -401,9 +400,6 @@ class StatePool:
     def _state_shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         g = self.geometry
         return (rows, g.num_heads, g.head_dim, g.state_dim), (rows, g.conv_kernel - 1, g.conv_channels)
-
-    def _require_layer(self, layer: int):
-        require_layer(layer, self.num_layers)
 
     def _require_floats(self, name: str, tensor, shape: tuple[int, ...], dtypes):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:

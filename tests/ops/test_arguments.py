@@ -51,6 +51,13 @@ SCAN_CASES = [
 
 
 @pytest.mark.parametrize("op", [ops.step, ops.prefill, ops.conventional_step])
+def test_plan_is_a_plan(device, op):
+    pool = StatePool(SMALL, CONFIG, 2, 2, device)
+    with pytest.raises(TypeError, match="plan: expected a Plan, got NoneType"):
+        op(pool, 0, None, **scan_arguments(device))
+
+
+@pytest.mark.parametrize("op", [ops.step, ops.prefill, ops.conventional_step])
 @pytest.mark.parametrize("change, error, match", SCAN_CASES)
 def test_scan_arguments(device, op, change, error, match):
     pool = StatePool(SMALL, CONFIG, 2, 2, device)

@@ -273,7 +273,7 @@ def test_records_and_long_rows_are_refused(device):
     with pytest.raises(ValueError, match="at most max_step_tokens = 4 tokens a row, got 5 in row 0; use ops.prefill"):
         verify(pool, plan, snapshots, device)
     assert plan.use is None
-    plan.set_counts(None)  # as if only the device knew them
+    plan.begin(None)  # as if only the device knew them
     with row_error(pool, "row 0: brings 5 tokens, expected at most 4"):
         ops.conventional_verify(pool, 0, plan, *tokens.span(0, 5), *weights, snapshots=snapshots[0])
     assert snapshots.isnan().all()

@@ -395,7 +395,7 @@ def test_tokens_beyond_the_tensors(device):
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"x: expected shape \(4, 4, 16\), got \(3, 4, 16\)"):
             ops.step(pool, 0, plan, *tokens, *weights)
-        plan.set_counts(None)  # as on a device
+        plan.begin(None)  # as on a device
     before = pool.data[0, 1].clone()
     with row_error(pool, "row 1: its tokens end at 4, expected at most the 3 tokens"):
         ops.step(pool, 0, plan, *tokens, *weights)

@@ -273,13 +273,9 @@ class Engine:
         try:
             self.memory.reset(slot, self._requests)
             chunk = self._scheduler.prefill_chunk
-            return torch.cat(
-                [
-                    self._runner.score(Row(slot, start, len(part)), part)
-                    for start in range(0, len(tokens), chunk)
-                    if (part := list(tokens[start : start + chunk]))
-                ]
-            )
+            parts = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
+            rows = [Row(slot, number * chunk, len(part)) for number, part in enumerate(parts)]
+            return torch.cat([self._runner.score(row, part) for row, part in zip(rows, parts, strict=True)])
         finally:
             self._scheduler.give_slot(slot)
 
@@ -326,7 +322,7 @@ class Engine:
         layout = SlotLayout(self.memory.pool.geometry, self._configs[mode])
         if mode == "replay":
             return self.memory.pool.num_layers * layout.slot_stride
-        states = 1 + (1 + self.draft_tokens if self.draft_tokens else 0)
+        states = 2 + self.draft_tokens if self.draft_tokens else 1
         sections = layout.sections
         return self.memory.pool.num_layers * (states * sections["checkpoint"].bytes + sections["conv_ring"].bytes)
 

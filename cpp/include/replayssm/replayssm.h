@@ -185,9 +185,8 @@ typedef struct {
 
 typedef enum {
   REPLAYSSM_ROW_OK = 0,
-  REPLAYSSM_ROW_SLOT_RANGE = 1, /* slot outside -1..num_slots-1 */
-  REPLAYSSM_ROW_SLOT_OPEN =
-      2, /* planned, copied, restored or materialized while a plan is outstanding, or named twice */
+  REPLAYSSM_ROW_SLOT_RANGE = 1,     /* slot outside -1..num_slots-1 */
+  REPLAYSSM_ROW_SLOT_OPEN = 2,      /* slot with an outstanding plan, or named twice */
   REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; expected: its flags */
   REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
   REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */

@@ -35,8 +35,8 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
     bias[c] = args.bias.data ? load_element(args.bias, first_channel + c) : 0.0f;
   }
 
-  float taps[kMaxTaps]
-            [kChannelBlock];  // raw input of token t in row t mod K, tokens -(K-1).. relative to the first new
+  // Raw input of token t in row t mod K; tokens before the first new one have negative numbers, from 1 - K on.
+  float taps[kMaxTaps][kChannelBlock];
   for (int32_t t = 1 - K; t < 0; ++t) {
     float* tap = taps[(t + K) % K];
     if (row.tokens + t >= 0) {
