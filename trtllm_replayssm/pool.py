@@ -16,6 +16,9 @@ from .rows import device_rows, distinct_slots, host_rows, upload
 
 _ops = torch.ops.trtllm_replayssm
 _INT32_MAX = 2**31 - 1
+FLOATS = frozenset(DTYPE_CODES)
+_FP32 = frozenset({torch.float32})
+STRIDED, ROWS, WHOLE = range(3)  # how dense `require_tensor` wants its tensor
 
 
 class Cursors(NamedTuple):
@@ -235,7 +238,7 @@ class StatePool:
         if A_log is None:
             A_log = self.decay[layer]
         else:
-            self._require_floats("A_log", A_log, (self.geometry.num_heads,), DTYPE_CODES)
+            require_tensor(self, "A_log", A_log, (self.geometry.num_heads,), FLOATS, WHOLE)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         state = torch.zeros(state_shape, dtype=torch.float32, device=self.device)
         conv_tail = torch.zeros(tail_shape, dtype=torch.float32, device=self.device)
@@ -256,8 +259,8 @@ class StatePool:
         require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         state_shape, tail_shape = self._state_shapes(slots.numel())
-        self._require_floats("state", state, state_shape, (torch.float32,))
-        self._require_floats("conv_tail", conv_tail, tail_shape, (torch.float32,))
+        require_tensor(self, "state", state, state_shape, _FP32, WHOLE)
+        require_tensor(self, "conv_tail", conv_tail, tail_shape, _FP32, WHOLE)
         _ops.restore(self.table, self.data, self.spec, layer, slots, state, conv_tail)
 
     def copy(self, src_slots, dst_slots):
@@ -401,18 +404,6 @@ class StatePool:
         g = self.geometry
         return (rows, g.num_heads, g.head_dim, g.state_dim), (rows, g.conv_kernel - 1, g.conv_channels)
 
-    def _require_floats(self, name: str, tensor, shape: tuple[int, ...], dtypes):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
-            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given}")
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor of shape {shape}, got {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
-            )
-        if tensor.device != self.device:
-            raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
-
 
 def require_layer(layer: int, num_layers: int):
     """TypeError or ValueError unless `layer` is one of a pool's layers."""
@@ -420,6 +411,26 @@ def require_layer(layer: int, num_layers: int):
         raise TypeError(f"layer: expected an int, got {layer!r}")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer: expected 0..{num_layers - 1} of {num_layers} layers, got {layer}")
+
+
+def require_tensor(pool: StatePool, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int):
+    """Raises unless `tensor` lies on the pool's device with this shape and one of the dtypes.
+
+    dense: STRIDED: any strides; ROWS: the last dimension is contiguous; WHOLE: all are.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in ACTIVATIONS.values() if dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.device != pool.device:
+        raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")
+    if dense == ROWS and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
+    if dense == WHOLE and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
 def _require_rows(name: str, given: int, expected: int):
