@@ -64,12 +64,15 @@ class Engine:
             (1 + draft_tokens) if that is more.
         speculation: None: one token a step. "mtp": the checkpoint's multi-token-prediction head drafts the tokens after
             the next one, "ngram": they are copied from where the newest tokens occurred before, or a Drafter. A step
-            verifies them together; the text stays the same.
+            verifies them together; the text stays the same, but for ties that rounding decides (`deterministic`).
         draft_tokens: most drafts a step, 1..15; SamplingParams.draft_tokens may ask for fewer. Ignored without
             speculation.
         adaptive: each text's draft length follows its recent acceptance (Sequence.adapt).
         deterministic: a sequence's bits do not depend on the other sequences. Slower: dense layers run in fixed row
-            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs.
+            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs. In 16-bit
+            dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
+            rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
+            order.
         cuda_graphs: None: on CUDA unless `deterministic`.
         progress: show a bar on stderr while weights load.
 
@@ -136,6 +139,7 @@ class Engine:
             weights,
             step=STEPS["snapshots" if snapshots else mode],
             dtype=self.dtype,
+            activation=torch.float32 if deterministic else self.dtype,
             device=self.device,
             tiles=RowTiles(fixed=deterministic),
             progress=progress,
