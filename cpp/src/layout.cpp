@@ -5,12 +5,28 @@
 
 #include <algorithm>
 
+#include "formats.h"
+
 namespace replayssm {
 namespace {
 
 constexpr int64_t kSectionAlignment = 256;
 
 int64_t align_up(int64_t bytes) { return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment; }
+
+int64_t checkpoint_head_bytes(const replayssm_geometry& g, int32_t format) {
+  if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
+  return int64_t{g.head_dim} * g.state_dim * dtype_bytes(checkpoint_dtype(format));
+}
+
+int64_t read_copy_head_bytes(const replayssm_geometry& g, int32_t format) {
+  if (format == REPLAYSSM_READ_COPY_FP8) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
+  if (format == REPLAYSSM_READ_COPY_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
+  return 0;
+}
+
+}  // namespace
 
 const char* checkpoint_name(int32_t format) {
   static const char* const names[] = {"fp32", "bf16", "fp16", "fp16_sr", "fp8_sr", "nvfp4"};
@@ -22,8 +38,6 @@ const char* read_copy_name(int32_t format) {
   return format >= 0 && format < 3 ? names[format] : nullptr;
 }
 
-}  // namespace
-
 int64_t dtype_bytes(int32_t dtype) { return dtype == REPLAYSSM_FP32 ? 4 : 2; }
 
 int32_t checkpoint_dtype(int32_t format) {
@@ -31,6 +45,7 @@ int32_t checkpoint_dtype(int32_t format) {
     case REPLAYSSM_CHECKPOINT_BF16:
       return REPLAYSSM_BF16;
     case REPLAYSSM_CHECKPOINT_FP16:
+    case REPLAYSSM_CHECKPOINT_FP16_SR:
       return REPLAYSSM_FP16;
     default:
       return REPLAYSSM_FP32;
@@ -60,14 +75,17 @@ replayssm_status check_config(const replayssm_config& c) {
                 std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS), REPLAYSSM_MAX_STEP_TOKENS, c.max_step_tokens);
   if (!checkpoint_name(c.checkpoint))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "checkpoint: unknown format code %d", c.checkpoint);
-  if (c.checkpoint > REPLAYSSM_CHECKPOINT_FP16)
-    return fail(REPLAYSSM_UNSUPPORTED, "checkpoint='%s' is not implemented; available: 'fp32', 'bf16', 'fp16'",
-                checkpoint_name(c.checkpoint));
   if (!read_copy_name(c.read_copy))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "read_copy: unknown format code %d", c.read_copy);
-  if (c.read_copy != REPLAYSSM_READ_COPY_NONE)
-    return fail(REPLAYSSM_UNSUPPORTED, "read_copy='%s' is not implemented; available: 'none'",
+  // A copy pays by being smaller than what it stands for.
+  if (c.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4 && c.read_copy != REPLAYSSM_READ_COPY_NONE)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "read_copy: expected 'none' with checkpoint='nvfp4', got '%s': no copy is smaller than that checkpoint",
                 read_copy_name(c.read_copy));
+  if (c.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR && c.read_copy == REPLAYSSM_READ_COPY_FP8)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that "
+                "checkpoint");
   if (c.activation < REPLAYSSM_FP32 || c.activation > REPLAYSSM_FP16)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "activation: unknown dtype code %d", c.activation);
   return REPLAYSSM_OK;
@@ -80,6 +98,9 @@ replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config
   layout.conv_rows = g.conv_kernel - 1 + c.max_step_tokens;
   layout.conv_channels = g.num_heads * g.head_dim + 2 * g.num_groups * g.state_dim;
 
+  layout.checkpoint_head_bytes = checkpoint_head_bytes(g, c.checkpoint);
+  layout.read_copy_head_bytes = read_copy_head_bytes(g, c.read_copy);
+
   const int64_t H = g.num_heads, P = g.head_dim, G = g.num_groups, N = g.state_dim, R = layout.ring_rows;
   const int64_t activation = dtype_bytes(c.activation);
   int64_t end = 0;
@@ -87,8 +108,8 @@ replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config
     section = {end, bytes};
     end = align_up(end + bytes);
   };
-  place(layout.checkpoint, H * P * N * dtype_bytes(checkpoint_dtype(c.checkpoint)));
-  place(layout.read_copy, 0);
+  place(layout.checkpoint, H * layout.checkpoint_head_bytes);
+  place(layout.read_copy, H * layout.read_copy_head_bytes);
   place(layout.x_ring, H * R * P * activation);
   place(layout.b_ring, G * R * N * activation);
   place(layout.delta_ring, H * R * 4);
