@@ -12,6 +12,8 @@
 // (c * 8 + lane) * kVec on: 16 stored bytes, a group's chunk one line of 128 bytes.
 #pragma once
 
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace replayssm {
@@ -130,41 +132,82 @@ __device__ inline void fold_records(float (&state)[kRows][kChunks][kVec], const 
   }
 }
 
-// The records of a slice of rows of one head, staged as float32 by a CTA of the ops that are not in a hurry.
-constexpr int kSliceRows = 32;
-constexpr int kRowsPerGroup = kSliceRows / kGroups;
+// ---- CTAs that own a whole head (flush, materialize, prefill, restore) ---------------------------------------------
 
+// Every group owns two rows, and the CTA has a group for every pair of rows, so that the FP32 state of a head lies in
+// the registers of one CTA: a scale over a row, a block or the whole head is a reduction in it. Chunks of 4 columns.
+constexpr int kRowsPerGroup = 2;
+constexpr int kHeadVec = 4;
+constexpr int kMaxHeadDim = 128;
+constexpr int kMaxHeadThreads = kMaxHeadDim / kRowsPerGroup * kLanes;
+
+// At least kThreads: small heads leave some groups without rows.
+inline int head_threads(const replayssm_geometry& geometry) {
+  return std::max(kThreads, geometry.head_dim / kRowsPerGroup * kLanes);
+}
+
+template <int kStateDim>
+using HeadState = float[kRowsPerGroup][kStateDim / (kLanes * kHeadVec)][kHeadVec];
+
+template <int kStateDim>
+__device__ inline void load_state(const Problem& problem, const HeadSlot& slot, int p, int lane,
+                                  HeadState<kStateDim>& state) {
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+    for (int c = 0; c < kStateDim / 32; ++c)
+      load_vector<kHeadVec>(slot.checkpoint, problem.config.checkpoint,
+                            static_cast<int64_t>(p + i) * kStateDim + (c * kLanes + lane) * kHeadVec, true,
+                            state[i][c]);
+}
+template <int kStateDim>
+__device__ inline void store_state(const Problem& problem, const HeadSlot& slot, int p, int lane,
+                                   const HeadState<kStateDim>& state) {
+  if (p >= problem.geometry.head_dim) return;
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+    for (int c = 0; c < kStateDim / 32; ++c)
+      store_vector<kHeadVec>(slot.checkpoint, problem.config.checkpoint,
+                             static_cast<int64_t>(p + i) * kStateDim + (c * kLanes + lane) * kHeadVec, true,
+                             state[i][c]);
+}
+
+// The records of a head, staged as float32.
 struct StagedRecords {
-  static constexpr int kXStride = kSliceRows + 4;  // keeps 16-byte alignment and spreads records over the banks
+  __host__ __device__ static constexpr int x_stride(int P) {
+    return P + 4;
+  }  // keeps 16-byte alignment, spreads records over the banks
 
-  float *B, *x;                       // [h][N], [h][kXStride]
+  float *B, *x;                       // [h][N], [h][x_stride]
   float *delta, *log_decay, *weight;  // [h]
   float* decay;                       // [1]
 
-  static constexpr size_t bytes(int window, int N) { return (window * (N + kXStride + 3) + 1) * sizeof(float); }
+  static constexpr size_t bytes(int window, int P, int N) {
+    return (window * (N + x_stride(P) + 3) + 1) * sizeof(float);
+  }
 
-  __device__ StagedRecords(float* shared, int window, int N) {
+  __device__ StagedRecords(float* shared, int window, int P, int N) {
     B = shared;
     x = B + window * N;
-    delta = x + window * kXStride;
+    delta = x + window * x_stride(P);
     log_decay = delta + window;
     weight = log_decay + window;
     decay = weight + window;
   }
 
   // Stages records and weights; `oldest` is the ring row of record 0. Ends with all of it visible to the CTA.
-  __device__ void stage(const Problem& problem, const HeadSlot& head, int oldest, int h, int first_row, float A) const {
+  __device__ void stage(const Problem& problem, const HeadSlot& head, int oldest, int h, float A) const {
     const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, dtype = problem.config.activation;
-    const int x_chunks = kSliceRows / 8, chunks = x_chunks + N / 8;
-    for (int item = threadIdx.x; item < h * chunks; item += kThreads) {
+    const int x_chunks = P / 8, chunks = x_chunks + N / 8;
+    for (int item = threadIdx.x; item < h * chunks; item += blockDim.x) {
       const int j = item / chunks, chunk = item % chunks;
       const int row = ring_position(oldest, j, problem.ring_rows);
       const bool is_x = chunk < x_chunks;
-      const int column = is_x ? first_row + chunk * 8 : (chunk - x_chunks) * 8;
-      if (is_x && column >= P) continue;
+      const int column = (is_x ? chunk : chunk - x_chunks) * 8;
       float value[8];
       load_vector<8>(is_x ? head.x_ring : head.b_ring, dtype, row * (is_x ? P : N) + column, true, value);
-      float* target = is_x ? x + j * kXStride + chunk * 8 : B + j * N + column;
+      float* target = is_x ? x + j * x_stride(P) + column : B + j * N + column;
       *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
       *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
     }
@@ -180,9 +223,9 @@ struct StagedRecords {
   }
 };
 static_assert(REPLAYSSM_MAX_WINDOW <= kThreads, "one thread weighs one record");
-static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxStateDim) <= 48 * 1024, "no permission is asked for");
+static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxHeadDim, kMaxStateDim) <= kSharedLimit);
 
-// ---- the kernel of flush and materialize (step.cu) ----------------------------------------------------------------
+// ---- the kernel of flush and materialize (fold.cu) ----------------------------------------------------------------
 
 // Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as the checkpoint),
 // or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it is).

@@ -28,7 +28,7 @@ __device__ Verdict slot_range(const replayssm_table& table, int32_t slot, int32_
   return {REPLAYSSM_ROW_SLOT_RANGE, slot, table.num_slots};
 }
 
-// ---- materialize: the state is fold_kernel's work (step.cu), the conv inputs are this kernel's --------------------
+// ---- materialize: the state is fold_kernel's work (fold.cu), the conv inputs are this kernel's --------------------
 
 struct TailParams {
   Problem problem;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step and flush.
-//
-// step computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
+// step: computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
 // new), without forming a state:
 //
 //     y_s = exp(e(0,h+s)) S C_s + sum_{j<=h+s} W[j,s] x_j + D x_s,      W[j,s] = delta_j exp(e(j,h+s)) (B_j . C_s)
@@ -386,87 +384,6 @@ __global__ __launch_bounds__(kThreads,
   }
 }
 
-// ---- flush and materialize -----------------------------------------------------------------------------------------
-
-// A CTA folds a slice of 32 rows of one head and goes on to the next; the grid has a fixed size, since only the device
-// knows how many rows flush.
-constexpr int64_t kFoldBlocks = 2048;
-
-template <typename Stored>
-__global__ __launch_bounds__(kThreads, 5) void fold_kernel(const __grid_constant__ FoldParams params) {
-  constexpr int kVec = Packed<Stored>::kVec;
-  constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
-  extern __shared__ __align__(16) float fold_shared[];
-  const Problem& problem = params.problem;
-  const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, H = problem.geometry.num_heads;
-  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int slices = (P + kSliceRows - 1) / kSliceRows;
-  const bool flush = params.state == nullptr;
-  const int listed = flush ? static_cast<const replayssm_plan_header*>(params.plan)->num_flush : params.rows;
-  const auto* planned = reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(params.plan) +
-                                                                    sizeof(replayssm_plan_header));
-  const auto* flush_rows = reinterpret_cast<const int32_t*>(planned + params.rows);
-
-  for (int64_t item = blockIdx.x; item < static_cast<int64_t>(listed) * H * slices; item += gridDim.x) {
-    const int first_row = static_cast<int>(item % slices) * kSliceRows;
-    const int head = static_cast<int>(item / slices % H);
-    const int index = static_cast<int>(item / slices / H);
-    int32_t slot_index, h, next;
-    bool empty;
-    if (flush) {
-      const replayssm_plan_row& row = planned[flush_rows[index]];
-      slot_index = row.slot, h = row.history, next = row.ring_row;
-      empty = row.flags & REPLAYSSM_ROW_EMPTY;
-      if (h > problem.config.window) continue;  // step refuses and reports it
-    } else {
-      slot_index = params.slots[index];
-      if (slot_index < 0 || slot_index >= params.table.num_slots) continue;
-      const replayssm_cursor cursor = params.table.cursors[slot_index];
-      if (materialize_error(cursor, problem, params.A_log.data != nullptr) != REPLAYSSM_ROW_OK) continue;
-      h = cursor.history, next = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
-      empty = cursor.writes == 0;
-    }
-    const HeadSlot slot(problem, params.layer, slot_index, head);
-    const int p = first_row + group * kRowsPerGroup;
-    auto* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N;
-
-    float state[kRowsPerGroup][kChunks][kVec];
-#pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int column = (c * kLanes + lane) * kVec;
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (!empty && p < P && column < N) raw = *reinterpret_cast<const uint4*>(checkpoint + i * N + column);
-        Packed<Stored>::unpack(raw, state[i][c]);
-      }
-    if (h > 0) {
-      const StagedRecords records(fold_shared, problem.config.window, N);
-      records.stage(problem, slot, ring_position(next, -h, problem.ring_rows), h, first_row,
-                    decay_rate(params.A_log, head));
-      if (p < P) {
-        fold_records(state, records.x + group * kRowsPerGroup, StagedRecords::kXStride, records.B, N, records.weight,
-                     *records.decay, h, lane, N);
-      }
-      __syncthreads();  // before the next slice is staged
-    }
-    if (p >= P) continue;
-#pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int column = (c * kLanes + lane) * kVec;
-        if (column >= N) break;
-        if (flush) {
-          *reinterpret_cast<uint4*>(checkpoint + i * N + column) = Packed<Stored>::pack(state[i][c]);
-        } else {
-          const int64_t target = ((static_cast<int64_t>(index) * H + head) * P + p + i) * N + column;
-          store_vector<kVec>(params.state, REPLAYSSM_FP32, target, params.state_aligned, state[i][c]);
-        }
-      }
-  }
-}
-
 using StepKernel = void(ScanParams);
 struct StepChoice {
   StepKernel* kernel;
@@ -488,21 +405,6 @@ StepChoice choose_step(int tuned_head_dim, int activation) {
 
 }  // namespace
 
-replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params) {
-  const int64_t slices = (params.problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
-  const int64_t blocks = std::min(kFoldBlocks, slices * params.rows * params.problem.geometry.num_heads);
-  const size_t shared = StagedRecords::bytes(params.problem.config.window, params.problem.geometry.state_dim);
-  return with_checkpoint(params.problem.config.checkpoint, [&](auto stored) {
-    return launch(op, fold_kernel<decltype(stored)>, blocks, kThreads, shared, exec, params);
-  });
-}
-
-replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
-                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
-  if (rows == 0) return REPLAYSSM_OK;
-  return launch_fold("flush", exec, FoldParams{problem, layer, table, A_log, plan, nullptr, nullptr, rows, false});
-}
-
 replayssm_status step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
                       bool flushed) {
@@ -520,9 +422,6 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 
 cudaError_t load_step_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
-    const cudaError_t error =
-        with_checkpoint(format, [](auto stored) { return load_kernel(fold_kernel<decltype(stored)>); });
-    if (error != cudaSuccess) return error;
     for (int head_dim : {0, 64, 80}) {
       for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
         const StepChoice choice =
