@@ -77,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         "--speculative", metavar="mtp|ngram", help="verify drafts of the checkpoint's MTP head, or of repeated text"
     )
     generate.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 1..15; default: 3")
+    generate.add_argument(
+        "--checkpoint-format",
+        default="fp32",
+        metavar="FORMAT",
+        help="of the states that ReplaySSM keeps: fp32 (default), bf16, fp16, fp16_sr, fp8_sr, nvfp4",
+    )
+    generate.add_argument(
+        "--read-copy", default="none", metavar="FORMAT", help="that steps read instead: none (default), fp8, nvfp4"
+    )
     generate.add_argument("--adaptive", action="store_true", help="as many drafts as recent acceptance is worth")
 
     demo = commands.add_parser("demo", help="ReplaySSM, conventional and speculative decoding: same text, less traffic")
@@ -92,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
             type=window,
             default="auto",
             metavar="N",
-            help="tokens between state writes; default: 16, or twice the tokens of a step",
+            help="tokens between state writes; default: what moves the fewest bytes",
         )
         command.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
         command.add_argument("--dtype", choices=tuple(MARGIN), help="default: the checkpoint's; float32 on the CPU")
@@ -167,6 +176,7 @@ def _generate(options) -> int:
     if options.speculative is not None:
         drafts = 3 if options.draft_tokens is None else options.draft_tokens
         speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
+    formats = dict(checkpoint_format=options.checkpoint_format, read_copy=options.read_copy)
     if options.prompt is not None and _undecodable(options.prompt):
         raise ValueError("--prompt: expected UTF-8 text")
     prompts = [options.prompt] if options.prompt is not None else _read_prompts(options.prompt_file)
@@ -178,7 +188,7 @@ def _generate(options) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    engine = _engine(runtime, options, options.mode, len(prompts), **speculation)
+    engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
     sequences = [engine.add_request(prompt, params) for prompt in prompts]
     stream = len(prompts) == 1 and not options.json
     if stream:
@@ -194,6 +204,7 @@ def _generate(options) -> int:
                 {
                     "mode": options.mode,
                     "window": engine.window,
+                    **formats,
                     "device": str(engine.device),
                     "dtype": _dtype_name(engine),
                     "speculation": _speculation_json(engine, options.speculative) if speculation else None,
@@ -362,7 +373,7 @@ def _runtime():
         ) from None
 
 
-def _engine(runtime, options, mode: str, prompts: int, **speculation):
+def _engine(runtime, options, mode: str, prompts: int, **more):
     return runtime.Engine(
         options.checkpoint,
         mode=mode,
@@ -372,7 +383,7 @@ def _engine(runtime, options, mode: str, prompts: int, **speculation):
         deterministic=options.deterministic,
         max_batch=min(prompts, 32),
         progress=sys.stderr.isatty(),
-        **speculation,
+        **more,
     )
 
 

@@ -174,13 +174,14 @@ def conventional_verify(
     result as for `step`.
 
     Args:
-        snapshots: checkpoint dtype [num_slots, max_step_tokens, H, P, N] of this layer, the same from step to step
+        snapshots: the checkpoint's dtype [num_slots, max_step_tokens, H, P, N] of this layer, the same from step to step
             (`pool.allocate_snapshots`); contiguous but for its first dimension.
 
     Raises:
         ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
     """
-    require_tensor(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.checkpoint_dtype}), STRIDED)
+    if pool.snapshots_dtype is not None:  # the library refuses other formats by name
+        require_tensor(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.snapshots_dtype}), STRIDED)
     if not snapshots[0].is_contiguous():
         raise ValueError(f"snapshots: expected contiguous slots, got strides {snapshots.stride()}")
     operator = _ops.conventional_verify

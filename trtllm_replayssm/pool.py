@@ -48,14 +48,17 @@ class StatePool:
         num_slots: at least 1.
         num_layers: 0 or more; a pool of 0 layers has cursors only.
         device: "cpu" or a CUDA device.
+        first_head: index of the pool's head 0 among the heads of all tensor-parallel ranks. Stochastic rounding then
+            gives a head the same bits whatever the rank that has it.
 
     Attributes:
+        config: with a number for its window.
         layout: SlotLayout of a slot.
         data: uint8 [num_layers, num_slots, layout.slot_stride], the slots.
         table: uint8, the error word, counters, cursors and restore marks.
         decay: per layer, the A_log that a layer op was last given, or None.
-        checkpoint_dtype: torch dtype of the checkpoint.
-        snapshots_shape: of a layer's snapshots for `ops.conventional_verify`, (num_slots, max_step_tokens, H, P, N).
+        snapshots_dtype, snapshots_shape: of a layer's snapshots for `ops.conventional_verify`: the checkpoint's dtype
+            (None with formats that it does not take), (num_slots, max_step_tokens, H, P, N).
     """
 
     def __init__(
@@ -65,9 +68,13 @@ class StatePool:
         num_slots: int,
         num_layers: int,
         device: torch.device | str = "cpu",
+        first_head: int = 0,
     ):
         num_slots = int32_field("num_slots", num_slots)
         num_layers = int32_field("num_layers", num_layers)
+        first_head = int32_field("first_head", first_head)
+        if first_head < 0:
+            raise ValueError(f"first_head: expected 0 or more, got {first_head}")
         if num_slots < 1:
             raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
         if num_layers < 0:
@@ -81,15 +88,16 @@ class StatePool:
         if device.type == "cuda" and not _core.has_cuda():
             raise NotImplementedError("device: this build has CPU ops only; install where nvcc is found for CUDA ops")
         self.geometry = geometry
-        self.config = config
+        self.layout = SlotLayout(geometry, config)
+        self.config = config = self.layout.config
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self.layout = SlotLayout(geometry, config)
+        self.first_head = first_head
         self.activation = ACTIVATIONS[config.activation]
         self.activations = frozenset({self.activation})
-        self.checkpoint_dtype = ACTIVATIONS[config.checkpoint]
-        self.snapshots_shape = (num_slots, config.max_step_tokens, *self.layout.sections["checkpoint"].shape)
-        self.spec = pool_spec(geometry, config, num_slots, num_layers)
+        self.snapshots_dtype = ACTIVATIONS.get(config.checkpoint) if config.read_copy == "none" else None
+        self.snapshots_shape = (num_slots, config.max_step_tokens, *self._state_shapes(1)[0][1:])
+        self.spec = pool_spec(geometry, config, num_slots, num_layers, first_head)
         self._core = core_spec(self.spec)
         self.data = torch.zeros((num_layers, num_slots, self.layout.slot_stride), dtype=torch.uint8, device=device)
         self.table = torch.zeros(self._core.table_bytes, dtype=torch.uint8, device=device)
@@ -282,8 +290,8 @@ class StatePool:
             slots: ints or an int tensor [rows], closed and valid.
 
         Returns:
-            uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config and layers, in
-            any process, the sequences continue bit for bit.
+            uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config, layers and
+            first head, in any process, the sequences continue bit for bit.
         """
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -291,7 +299,7 @@ class StatePool:
         for slot, flags in zip(rows, (cursors[:, 3] >> 32).tolist(), strict=True):
             if flags:
                 raise ValueError(f"slots: expected closed, valid slots, got slot {slot} {_flag_text(flags)}")
-        blob, parts = snapshot.allocate(self.layout, self.num_layers, len(rows))
+        blob, parts = snapshot.allocate(self.layout, self.num_layers, self.first_head, len(rows))
         parts.cursors.copy_(cursors.view(torch.uint8))
         for layer in range(self.num_layers):
             parts.data[layer].copy_(self.data[layer].index_select(0, picked))
@@ -308,7 +316,7 @@ class StatePool:
             ValueError: what differs between the blob and this pool, before the pool is touched.
         """
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
-        parts = snapshot.parse(blob, self.layout, self.num_layers, len(rows))
+        parts = snapshot.parse(blob, self.layout, self.num_layers, self.first_head, len(rows))
         cursors = parts.cursors.clone().view(torch.int64)
         for row, (tokens, _, writes, history) in enumerate(cursors.tolist()):  # flags, the upper half of history, are 0
             if not (0 <= history <= min(tokens, self.config.window) and tokens < 2**62 and 0 <= writes < 2**62) or (
@@ -324,8 +332,17 @@ class StatePool:
         self._cursors.index_copy_(0, picked, cursors.to(self.device))
 
     def allocate_snapshots(self) -> torch.Tensor:
-        """Memory for `ops.conventional_verify`, uninitialised: checkpoint dtype [num_layers, *snapshots_shape]."""
-        return torch.empty((self.num_layers, *self.snapshots_shape), dtype=self.checkpoint_dtype, device=self.device)
+        """Memory for `ops.conventional_verify`, uninitialised: snapshots_dtype [num_layers, *snapshots_shape].
+
+        Raises:
+            NotImplementedError: formats that the op does not take.
+        """
+        if self.snapshots_dtype is None:
+            raise NotImplementedError(
+                "conventional_verify: expected checkpoint='fp32', 'bf16' or 'fp16' and read_copy='none', got "
+                f"checkpoint={self.config.checkpoint!r}, read_copy={self.config.read_copy!r}"
+            )
+        return torch.empty((self.num_layers, *self.snapshots_shape), dtype=self.snapshots_dtype, device=self.device)
 
     # ---- what the device knows ----
 
@@ -336,7 +353,11 @@ class StatePool:
         return Cursors(tokens, stream, writes, packed & 0xFFFFFFFF, packed >> 32)
 
     def validate(self):
-        """Raises ValueError with the first error that a row met on the device, and clears it. Synchronises."""
+        """Raises ValueError with the first error that a row met on the device, and clears it. Synchronises.
+
+        On any device, that may be a state that was stored with a NaN or an infinity: ops go on with it, and the only
+        sign is this error.
+        """
         code, row, given_low, given_high, expected_low, expected_high, *_ = self._error.tolist()
         if code:
             self._error.zero_()
@@ -348,18 +369,14 @@ class StatePool:
 
         Returns:
             tokens and flushes (of sequences: each counts once, not once a layer); state_reads, state_writes,
-            record_reads, record_writes (whole states and records of one layer); state_bytes_read,
-            state_bytes_written, record_bytes_read, record_bytes_written (bytes of all layers).
+            record_reads, record_writes (whole states and records of one layer); step_reads, those of the state_reads
+            that steps without a flush did, from the read copy if there is one; state_bytes_read, state_bytes_written,
+            record_bytes_read, record_bytes_written (bytes of all layers, in their formats).
         """
         values = self._counters.tolist()
         counts = {name: values[position] for name, position in _core.COUNTERS.items()}
-        for kind, size in (
-            ("state", self.layout.sections["checkpoint"].bytes),
-            ("record", self.layout.record_bytes),
-        ):
-            counts[f"{kind}_bytes_read"] = counts[f"{kind}_reads"] * size * self.num_layers
-            counts[f"{kind}_bytes_written"] = counts[f"{kind}_writes"] * size * self.num_layers
-        return counts
+        moved = self.layout.traffic_bytes(counts)
+        return counts | {name: size * self.num_layers for name, size in moved.items()}
 
     # ---- views of the table ----
 
