@@ -66,8 +66,8 @@ class ReplayConfig:
             )
         if self.checkpoint == "bf16":
             warnings.warn(
-                'checkpoint "bf16" drops small updates of the state; public reports tell of collapsed accuracy: measure '
-                'the drift before use, or take "fp32" or "fp16_sr"',
+                'checkpoint "bf16" drops small updates of the state; public reports tell of collapsed accuracy: '
+                'measure the drift before use, or take "fp32" or "fp16_sr"',
                 stacklevel=3,
             )
 

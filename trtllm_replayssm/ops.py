@@ -145,6 +145,7 @@ def conventional_step(
     `step`; all tokens are committed.
 
     Raises:
+        NotImplementedError: another checkpoint than "fp32", "bf16" or "fp16", or a read copy.
         ValueError: among others, a slot that holds records.
     """
     return _scan(_ops.conventional_step, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
@@ -174,10 +175,11 @@ def conventional_verify(
     result as for `step`.
 
     Args:
-        snapshots: the checkpoint's dtype [num_slots, max_step_tokens, H, P, N] of this layer, the same from step to step
+        snapshots: checkpoint dtype [num_slots, max_step_tokens, H, P, N] of this layer, the same from step to step
             (`pool.allocate_snapshots`); contiguous but for its first dimension.
 
     Raises:
+        NotImplementedError: as for `conventional_step`.
         ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
     """
     if pool.snapshots_dtype is not None:  # the library refuses other formats by name
