@@ -155,7 +155,9 @@ def test_chunks_of_every_format():
 # ---- the ends of the range -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("amax", [1e-45, 3e-45, 1e-42, 1e-39, 1e-37, 1e-20, 1.0, 1e20, 1e37, 1e38, 3e38])
+@pytest.mark.parametrize(
+    "amax", [1e-45, 3e-45, 1e-42, 1e-39, 1e-37, 1e-20, 1.0, 1e20, 1e38, float(np.finfo(np.float32).max)]
+)
 @pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "none"), *FP8_PAIRS, *NVFP4_PAIRS])
 def test_heads_of_any_size(device, checkpoint, read_copy, amax):
     """Errors within the formats' bounds, where scales are subnormal too; no NaN and no infinity arises."""
