@@ -8,7 +8,7 @@
 // device knows how many rows flush.
 #include <algorithm>
 
-#include "records.cuh"
+#include "head_state.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -18,7 +18,6 @@ constexpr int64_t kFoldBlocks = 2048;
 
 template <int kStateDim>
 __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_constant__ FoldParams params) {
-  constexpr int kChunks = kStateDim / (kLanes * kHeadVec);
   extern __shared__ __align__(16) float fold_shared[];
   const Problem& problem = params.problem;
   const int P = problem.geometry.head_dim, H = problem.geometry.num_heads;
@@ -36,9 +35,11 @@ __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_cons
     bool empty;
     if (flush) {
       const replayssm_plan_row& row = planned[flush_rows[index]];
+      if (!admit(row, 0, params.num_tokens, params.max_count, problem.config.window, false, nullptr, false)) {
+        continue;  // step reports it
+      }
       slot_index = row.slot, h = row.history, next = row.ring_row;
       empty = row.flags & REPLAYSSM_ROW_EMPTY;
-      if (h > problem.config.window) continue;  // step refuses and reports it
     } else {
       slot_index = params.slots[index];
       if (slot_index < 0 || slot_index >= params.table.num_slots) continue;
@@ -50,7 +51,7 @@ __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_cons
     const HeadSlot slot(problem, params.layer, slot_index, head);
 
     HeadState<kStateDim> state = {};
-    if (!empty && p < P) load_state<kStateDim>(problem, slot, p, lane, state);
+    if (!empty && p < P) load_state<kStateDim>(problem, slot.checkpoint, p, lane, state);
     if (h > 0) {
       const StagedRecords records(fold_shared, problem.config.window, P, kStateDim);
       records.stage(problem, slot, ring_position(next, -h, problem.ring_rows), h, decay_rate(params.A_log, head));
@@ -61,12 +62,15 @@ __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_cons
       __syncthreads();  // before the next head is staged
     }
     if (flush) {
-      store_state<kStateDim>(problem, slot, p, lane, state);
+      const int32_t row = flush_rows[index];
+      const StateOwner owner{problem, params.layer,        params.table.error, head,
+                             row,     planned[row].stream, planned[row].writes};
+      store_state<kStateDim>(owner, slot, p, lane, state);
     } else if (p < P) {
 #pragma unroll
       for (int i = 0; i < kRowsPerGroup; ++i)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
           const int64_t row = (static_cast<int64_t>(index) * H + head) * P + p + i;
           store_vector<kHeadVec>(params.state, REPLAYSSM_FP32, row * kStateDim + (c * kLanes + lane) * kHeadVec,
                                  params.state_aligned, state[i][c]);
@@ -88,7 +92,7 @@ replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const F
 replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                        const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
   if (rows == 0) return REPLAYSSM_OK;
-  return launch_fold("flush", exec, FoldParams{problem, layer, table, A_log, plan, nullptr, nullptr, rows, false});
+  return launch_fold("flush", exec, flush_params(problem, layer, table, A_log, plan, rows, INT32_MAX, INT64_MAX));
 }
 
 cudaError_t load_fold_kernels() {

@@ -12,8 +12,6 @@
 // (c * 8 + lane) * kVec on: 16 stored bytes, a group's chunk one line of 128 bytes.
 #pragma once
 
-#include <algorithm>
-
 #include "common.cuh"
 
 namespace replayssm {
@@ -70,7 +68,8 @@ __device__ inline float decay_rate(const replayssm_tensor& A_log, int32_t head) 
 
 // Where one head of one slot lies.
 struct HeadSlot {
-  char* checkpoint;   // [P, N]
+  char* checkpoint;   // a chunk
+  char* read_copy;    // a chunk, if the config has read copies
   char* x_ring;       // [R, P]
   char* b_ring;       // [R, N]
   float* delta_ring;  // [R]
@@ -78,9 +77,9 @@ struct HeadSlot {
   __device__ HeadSlot(const Problem& problem, const replayssm_layer& layer, int32_t slot, int32_t head) {
     const replayssm_geometry& g = problem.geometry;
     const int64_t activation = problem.config.activation == REPLAYSSM_FP32 ? 4 : 2;
-    const int64_t stored = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const int64_t group = head / (g.num_heads / g.num_groups);
-    checkpoint = section_of(layer.checkpoint, slot) + head * (static_cast<int64_t>(g.head_dim) * g.state_dim * stored);
+    checkpoint = section_of(layer.checkpoint, slot) + head * problem.checkpoint_head_bytes;
+    read_copy = section_of(layer.read_copy, slot) + head * problem.read_copy_head_bytes;
     x_ring = section_of(layer.x_ring, slot) + head * (problem.ring_rows * g.head_dim * activation);
     b_ring = section_of(layer.b_ring, slot) + group * (problem.ring_rows * g.state_dim * activation);
     delta_ring =
@@ -130,47 +129,6 @@ __device__ inline void fold_records(float (&state)[kRows][kChunks][kVec], const 
         for (int v = 0; v < kVec; ++v) state[i][c][v] = fmaf(scaled[i], b[v], state[i][c][v]);
     }
   }
-}
-
-// ---- CTAs that own a whole head (flush, materialize, prefill, restore) ---------------------------------------------
-
-// Every group owns two rows, and the CTA has a group for every pair of rows, so that the FP32 state of a head lies in
-// the registers of one CTA: a scale over a row, a block or the whole head is a reduction in it. Chunks of 4 columns.
-constexpr int kRowsPerGroup = 2;
-constexpr int kHeadVec = 4;
-constexpr int kMaxHeadDim = 128;
-constexpr int kMaxHeadThreads = kMaxHeadDim / kRowsPerGroup * kLanes;
-
-// At least kThreads: small heads leave some groups without rows.
-inline int head_threads(const replayssm_geometry& geometry) {
-  return std::max(kThreads, geometry.head_dim / kRowsPerGroup * kLanes);
-}
-
-template <int kStateDim>
-using HeadState = float[kRowsPerGroup][kStateDim / (kLanes * kHeadVec)][kHeadVec];
-
-template <int kStateDim>
-__device__ inline void load_state(const Problem& problem, const HeadSlot& slot, int p, int lane,
-                                  HeadState<kStateDim>& state) {
-#pragma unroll
-  for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-    for (int c = 0; c < kStateDim / 32; ++c)
-      load_vector<kHeadVec>(slot.checkpoint, problem.config.checkpoint,
-                            static_cast<int64_t>(p + i) * kStateDim + (c * kLanes + lane) * kHeadVec, true,
-                            state[i][c]);
-}
-template <int kStateDim>
-__device__ inline void store_state(const Problem& problem, const HeadSlot& slot, int p, int lane,
-                                   const HeadState<kStateDim>& state) {
-  if (p >= problem.geometry.head_dim) return;
-#pragma unroll
-  for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-    for (int c = 0; c < kStateDim / 32; ++c)
-      store_vector<kHeadVec>(slot.checkpoint, problem.config.checkpoint,
-                             static_cast<int64_t>(p + i) * kStateDim + (c * kLanes + lane) * kHeadVec, true,
-                             state[i][c]);
 }
 
 // The records of a head, staged as float32.
@@ -227,8 +185,9 @@ static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxHeadDim, kMaxStateD
 
 // ---- the kernel of flush and materialize (fold.cu) ----------------------------------------------------------------
 
-// Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as the checkpoint),
-// or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it is).
+// Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as checkpoint and
+// read copy), or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it
+// is).
 struct FoldParams {
   Problem problem;
   replayssm_layer layer;
@@ -238,8 +197,22 @@ struct FoldParams {
   const int32_t* slots;
   float* state;
   int32_t rows;
+  int32_t max_count;   // rows of a plan with more tokens,
+  int64_t num_tokens;  // or with tokens beyond these, are left alone
   bool state_aligned;
 };
+
+inline FoldParams flush_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
+                               const replayssm_tensor& A_log, const void* plan, int32_t rows, int32_t max_count,
+                               int64_t num_tokens) {
+  return {problem, layer, table, A_log, plan, nullptr, nullptr, rows, max_count, num_tokens, false};
+}
+
+inline FoldParams materialize_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
+                                     const replayssm_tensor& A_log, const int32_t* slots, int32_t rows, float* state,
+                                     bool state_aligned) {
+  return {problem, layer, table, A_log, nullptr, slots, state, rows, 0, 0, state_aligned};
+}
 
 // Why the state of a slot in range cannot be materialized; REPLAYSSM_ROW_OK if it can.
 __device__ inline replayssm_row_error materialize_error(const replayssm_cursor& cursor, const Problem& problem,

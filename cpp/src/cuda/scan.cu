@@ -20,8 +20,7 @@
 // its part of the state into registers before its first store, and no other thread touches that part.
 #include <algorithm>
 
-#include "layout.h"
-#include "records.cuh"
+#include "head_state.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -127,7 +126,6 @@ constexpr size_t prefill_shared_bytes(int window, int head_dim) {
 
 template <int kStateDim>
 __global__ __launch_bounds__(kMaxHeadThreads) void prefill_kernel(const __grid_constant__ ScanParams params) {
-  constexpr int kChunks = kStateDim / (kLanes * kHeadVec);
   extern __shared__ __align__(16) float prefill_shared[];
   const Problem& problem = params.problem;
   const replayssm_scan_args& args = params.args;
@@ -143,7 +141,7 @@ __global__ __launch_bounds__(kMaxHeadThreads) void prefill_kernel(const __grid_c
   }
   const HeadSlot slot(problem, params.layer, row.slot, head);
   HeadState<kStateDim> state = {};
-  if (p < P && !(row.flags & REPLAYSSM_ROW_EMPTY)) load_state<kStateDim>(problem, slot, p, lane, state);
+  if (p < P && !(row.flags & REPLAYSSM_ROW_EMPTY)) load_state<kStateDim>(problem, slot.checkpoint, p, lane, state);
   const float A = decay_rate(args.A_log, head);
   TileLoader<kStateDim> loader(params, row, head, A);
   loader.fetch(0);
@@ -177,7 +175,7 @@ __global__ __launch_bounds__(kMaxHeadThreads) void prefill_kernel(const __grid_c
 #pragma unroll
       for (int i = 0; i < kRowsPerGroup; ++i) scaled[i] = __fmul_rn(delta, now.x[t][p + i]);
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
+      for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
         float b[kHeadVec], q[kHeadVec];
         load_shared<kHeadVec>(&now.B[t][(c * kLanes + lane) * kHeadVec], b);
         load_shared<kHeadVec>(&now.C[t][(c * kLanes + lane) * kHeadVec], q);
@@ -206,7 +204,9 @@ __global__ __launch_bounds__(kMaxHeadThreads) void prefill_kernel(const __grid_c
     }
   }
 
-  store_state<kStateDim>(problem, slot, p, lane, state);
+  const replayssm_plan_row& again = params.planned[row_index];  // the loop needs the registers
+  const StateOwner owner{problem, params.layer, params.error, head, row_index, again.stream, again.writes};
+  store_state<kStateDim>(owner, slot, p, lane, state);
 }
 
 // ---- conventional_step and conventional_verify ---------------------------------------------------------------------
@@ -238,7 +238,7 @@ struct TokenBits {
 
 // kActivation: the dtype, or -1 where only the config knows it. kVerify: conventional_verify, else conventional_step.
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
-__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventional_kernel(
+__global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
     const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
@@ -273,6 +273,7 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
       kVerify && (row.flags & REPLAYSSM_ROW_SNAPSHOT) ? snapshot + (row.history - 1) * state_size : checkpoint;
 
   for (int p = group * kRows; p < P; p += Shape::kBlockRows) {
+    bool finite = true;
     const int own = p * N + lane * kVec;
     uint4 raw[kRows][kChunks];
 #pragma unroll
@@ -346,10 +347,13 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           if (c * kLanes * kVec >= N) break;
-          __stcs(reinterpret_cast<uint4*>(target + i * N + c * kLanes * kVec), Packed<Stored>::pack(state[i][c]));
+          const uint4 stored = Packed<Stored>::pack(state[i][c]);
+          finite = finite && is_finite<Stored>(stored);
+          __stcs(reinterpret_cast<uint4*>(target + i * N + c * kLanes * kVec), stored);
         }
       target += state_size;
     }
+    if (!finite) report_not_finite(params.error, H, params.layer.layer);
   }
 }
 
