@@ -3,19 +3,20 @@
 counted, refused and reported. The formats themselves: test_number_formats.py, test_stochastic_rounding.py.
 """
 
-import warnings
-
 import numpy as np
 import oracle
 import pytest
 import torch
 from mixer import (
     FP32_FLOOR,
+    PAIRS,
     SMALL,
     Stack,
     Weights,
+    all_pairs,
     array,
     assert_accurate,
+    config_of,
     random_tokens,
     recur,
     same_bits,
@@ -24,22 +25,9 @@ from mixer import (
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
-PAIRS = [
-    *((checkpoint, copy) for checkpoint in ("fp32", "bf16", "fp16", "fp16_sr") for copy in ("none", "fp8", "nvfp4")),
-    ("fp8_sr", "none"),
-    ("fp8_sr", "nvfp4"),
-    ("nvfp4", "none"),
-]
-all_pairs = pytest.mark.parametrize("checkpoint, read_copy", PAIRS)
 GEOMETRY = MambaGeometry(num_heads=2, head_dim=8, num_groups=1, state_dim=64)
 # Relative L2 error of a cast of states that are sums of products of normal numbers: at most this, at least a tenth.
 CAST_ERROR = {"bf16": 2.5e-3, "fp16": 3e-4, "fp16_sr": 6e-4, "fp8": 0.032, "fp8_sr": 0.055, "nvfp4": 0.12}
-
-
-def config_of(checkpoint, read_copy, window=8, max_step_tokens=1, activation="fp32") -> ReplayConfig:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message='checkpoint "bf16"')
-        return ReplayConfig(window, max_step_tokens, checkpoint, read_copy, activation)
 
 
 def stored_state(pool, name="checkpoint", slot=0) -> np.ndarray:
