@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo.
+"""The command `trtllm-replayssm`: info, generate, demo, eval.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
 something missing (one line says what), 130 interrupted.
@@ -18,6 +18,8 @@ import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+
+from .evaluation.command import add_commands
 
 PROMPTS = (
     "In the beginning God created",
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="a text's bits do not depend on the other texts, and 16-bit dtypes round less (slower)",
         )
+    add_commands(commands)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
