@@ -58,6 +58,8 @@ def measure_decays(subject: Subject, tokens: torch.Tensor, window: int) -> dict:
     window that a step can bring and extrapolated from there.
     """
     stride = max(part for part in range(1, 17) if window % part == 0)
+    if tokens.shape[1] < 2 * stride:  # the first window reads no state
+        raise ValueError(f"decays: expected texts of at least {2 * stride} tokens, got {tokens.shape[1]}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # steps as long as the window are meant
         replay = ReplayConfig(stride, stride, activation=subject.activation)
