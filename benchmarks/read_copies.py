@@ -5,8 +5,11 @@ The runtime reads texts in steps of a window with FP32 states (teacher forcing).
 outputs get the error that a read copy would have given them: with S the state that the step read and Q(S) its copy,
 (Q(S) - S)·C, decayed to each token. So errors reach the later layers, their states and the logits as they would in
 earnest, while a format needs a torch function only. Reported are, against plain NVFP4 (block scale amax / 6): the
-squared relative error of S·C (mean over layers and heads, on the inputs that FP32 states give), and the KL divergence of
-the logits from those with FP32 states, with a 95 % interval of the ratio over texts.
+squared relative error of S·C (mean over layers and heads, on the inputs that FP32 states give), and the KL divergence
+of the logits from those with FP32 states, with a 95 % interval of the ratio over texts.
+
+A second table is about checkpoints that are quantised at every flush: random states that decay by ρ a window, and how
+far such a checkpoint strays compared with a copy that is quantised once.
 
     python benchmarks/read_copies.py --text FILE --rows 8 --tokens 2048 --output read-copies.json
 """
@@ -219,6 +222,32 @@ def variants(P: int, N: int) -> dict[str, tuple[float, Copy]]:
     }
 
 
+def accumulation(decays: tuple[float, ...] = (0.3, 0.7, 0.85, 0.95, 0.972, 0.986, 0.995)) -> list[dict]:
+    """Squared error of a checkpoint that is quantised at every flush, over that of a copy, beside 1 / (1 - ρ²)."""
+    random = torch.Generator().manual_seed(0)
+    P, N, window, steps = 64, 128, 16, 1500
+    rho = torch.tensor(decays)[:, None, None]
+    mean = 0.3 * torch.randn(len(decays), 1, N, generator=random)
+    results = []
+    for name, copy in (("nvfp4", blocked()), ("fp8", fp8)):
+        exact = torch.zeros(1, len(decays), P, N)
+        shared, strayed, rounded = exact, 0.0, 0.0
+        for step in range(steps):
+            x = torch.randn(len(decays), window, P, generator=random)
+            B = F.silu(torch.randn(len(decays), window, N, generator=random) + mean)
+            exact = rho * exact + x.mT @ B
+            shared = copy(rho * shared + x.mT @ B, None)
+            if step >= steps // 2:
+                strayed = strayed + (shared - exact).square().sum((0, 2, 3))
+                rounded = rounded + (copy(exact, None) - exact).square().sum((0, 2, 3))
+        ratios = (strayed / rounded).tolist()
+        results += [
+            {"format": name, "decay": decay, "ratio": round(ratio, 2), "predicted": round(1 / (1 - decay**2), 2)}
+            for decay, ratio in zip(decays, ratios, strict=True)
+        ]
+    return results
+
+
 # ---- the model with a simulated copy -------------------------------------------------------------------------------
 
 
@@ -364,6 +393,12 @@ def main() -> None:
             f"{r['variant']:56} {r['bits']:6.3f} bits  read error {r['read_error']:.4f}, gain "
             f"{r['read_error_gain']:5.2f}  KL {r['kl']:.2e}, gain {r['kl_gain']:5.2f} ({low:.2f} … {high:.2f})"
         )
+    accumulated = accumulation()
+    for a in accumulated:
+        print(
+            f"shared {a['format']} checkpoint, decay {a['decay']}: {a['ratio']} times the error of a copy "
+            f"(1 / (1 - decay^2) = {a['predicted']})"
+        )
     if args.output:
         record = {
             "bench": "read_copies",
@@ -373,6 +408,7 @@ def main() -> None:
             "window": args.window,
             "activation": args.dtype,
             "variants": results,
+            "accumulation": accumulated,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
             "torch": torch.__version__,
             "date": datetime.date.today().isoformat(),

@@ -2,6 +2,7 @@
 """Drift runs on the shipped checkpoint, with this repository's licence as the text."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -225,11 +226,27 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 def test_missing_matplotlib_is_named_before_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*ARGUMENTS, "--configs", "fp32:none", "--output", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert "plots need matplotlib" in error and "pip install 'trtllm-replayssm[eval]'" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_plot_of_a_run_made_elsewhere(tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setitem(sys.modules, "matplotlib", None)
+        assert (
+            main([*ARGUMENTS, "--configs", "bf16:none", "--tokens", "64", "--no-plot", "--output", str(tmp_path)]) == 0
+        )
+    assert not (tmp_path / "drift.png").exists()
+    assert main(["eval", "plot", str(tmp_path)]) == 0
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for content, message in (("[", "not the JSON of a run"), ("{}", "found no 'records'")):
+        (tmp_path / "drift.json").write_text(content)
+        assert main(["eval", "plot", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_files_are_written_whole(tmp_path, monkeypatch):

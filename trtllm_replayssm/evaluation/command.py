@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trtllm-replayssm eval drift`."""
+"""`trtllm-replayssm eval drift` and `eval plot`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def add_commands(commands) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="default: %(default)s"
     )
     drift.add_argument("--commit", default="unknown", metavar="ID", help="commit to record")
+    drift.add_argument("--no-plot", action="store_true", help="no drift.png, for a machine without matplotlib")
     drift.add_argument("--json", action="store_true", help="print drift.json's content instead of a table")
+
+    plot = measurements.add_parser("plot", help="draw drift.png from the drift.json of a run")
+    plot.set_defaults(run=_plot)
+    plot.add_argument("folder", metavar="DIR", help="folder of the run")
 
 
 def _drift(options) -> int:
@@ -57,9 +62,10 @@ def _drift(options) -> int:
     from .decays import measure_decays
     from .drift import Drift, Settings, write_atomically
     from .generation import compare_texts
-    from .plot import draw, matplotlib
+    from .plot import matplotlib
 
-    matplotlib()  # missing: rather now than after the run
+    if not options.no_plot:
+        matplotlib()  # missing: rather now than after the run
     device = pick_device(options.device)
     files = tuple(map(Path, options.text))
     settings = Settings(
@@ -98,13 +104,35 @@ def _drift(options) -> int:
         records.append(record)
     report = {"records": records, "decays": decays}
     write_atomically(folder / "drift.json", (json.dumps(report, indent=1) + "\n").encode())
-    title = f"{about['model']}: {settings.rows} texts, window {settings.window}, {settings.dtype}"
-    write_atomically(folder / "drift.png", draw(dict(zip(results, records, strict=True)), title))
+    if not options.no_plot:
+        _draw(folder, report)
     if options.json:
         print(json.dumps(report, indent=1))
     else:
         _print(records, decays)
     return 0
+
+
+def _plot(options) -> int:
+    folder = Path(options.folder)
+    file = folder / "drift.json"
+    try:
+        report = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not the JSON of a run: {error}") from None
+    if not isinstance(report, dict) or not report.get("records"):
+        raise ValueError(f"{file}: expected the JSON of a run, found no 'records'")
+    _draw(folder, report)
+    return 0
+
+
+def _draw(folder: Path, report: dict) -> None:
+    from .drift import write_atomically
+    from .plot import draw
+
+    first = report["records"][0]
+    title = f"{first['model']}: {first['rows']} texts, window {first['window']}, {first['activation']}"
+    write_atomically(folder / "drift.png", draw({_name(record): record for record in report["records"]}, title))
 
 
 def _portable(arguments: list[str]) -> list[str]:
