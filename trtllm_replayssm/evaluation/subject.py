@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from .. import ReplayConfig
 from ..runtime.batch import Batch, Grid
@@ -41,24 +40,18 @@ class Subject:
             Weights(checkpoint, self.config),
             step=STEPS["replay"],
             dtype=self.dtype,
+            activation=self.dtype,
             device=device,
             tiles=RowTiles(fixed=False),
             progress=progress,
         )
         self.model = Model(loader)
-        # Logits that the model's dtype has rounded differ by whole units of it wherever a small change tips one over.
-        # In bfloat16 that alone would be a KL divergence of 1e-4.
-        self._head = self.model.head.weight.float()
         self._attention_layers = loader.attention_layers
 
     @property
     def mixers(self) -> list[MambaMixer]:
         """The Mamba layers, in order."""
         return [mixer for _, mixer in self.model.stack.layers if isinstance(mixer, MambaMixer)]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[k, hidden] -> fp32 [k, vocab], not rounded to the model's dtype."""
-        return F.linear(hidden.float(), self._head)
 
     def memory(self, replay: ReplayConfig, rows: int, capacity: int) -> Memory:
         """Empty memory for `rows` sequences of at most `capacity` tokens, slot r of stream r."""
@@ -108,4 +101,4 @@ class Decoder:
         )
         hidden = self.subject.model(batch, self.memory)
         self.memory.pool.commit(batch.plan)
-        return self.subject.logits(hidden).unflatten(0, (rows, count))
+        return self.subject.model.logits(hidden).unflatten(0, (rows, count))

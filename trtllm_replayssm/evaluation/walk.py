@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..runtime.cuda_graph import no_collection
+
 CONTEXTS = 16  # sizes of the attention context that graphs are captured for
 
 
@@ -47,7 +49,7 @@ def walk(
             if left <= 0:
                 continue
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            with no_collection(), torch.cuda.graph(graph, stream=stream):
                 step(first, context)
                 first += stride
             for index in range(left):
