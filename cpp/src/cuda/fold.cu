@@ -92,6 +92,7 @@ replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const F
 replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                        const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
   if (rows == 0) return REPLAYSSM_OK;
+  if (has_step_mma(problem)) return flush_mma(exec, problem, layer, table, plan, rows, A_log);
   return launch_fold("flush", exec, flush_params(problem, layer, table, A_log, plan, rows, INT32_MAX, INT64_MAX));
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Folding records into a state, for every op that does it (flush, fused or on its own; prefill; materialize):
+// Folding records into a state on the CUDA cores, for every op that does it (flush, fused or on its own; prefill;
+// materialize; step_mma.cu has its own for flushes):
 //
 //     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
 //
@@ -224,6 +225,20 @@ __device__ inline replayssm_row_error materialize_error(const replayssm_cursor& 
 }
 
 replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params);
+
+// ---- step and flush on tensor cores (step_mma.cu) ------------------------------------------------------------------
+
+// Whether these kernels take the pool's calls, all of them: they differ from the generic kernels in their bits.
+inline bool has_step_mma(const Problem& problem) {
+  return problem.geometry.state_dim == kMaxStateDim && problem.geometry.head_dim % 16 == 0 &&
+         problem.config.activation != REPLAYSSM_FP32 && problem.read_copy_head_bytes == 0 &&
+         problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
+}
+
+replayssm_status step_mma(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
+replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                           const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log);
+cudaError_t load_step_mma_kernels();
 
 }  // namespace cuda
 }  // namespace replayssm
