@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests run in processes of their own."""
 
-import ctypes
-
 import graph
-from registry import NAMESPACE, PLUGINS, VERSION, Registry, bindings, library
+from registry import NAMESPACE, PLUGINS, Registry, bindings
+
+from trtllm_replayssm import plugins
 
 
 def creators(flavor):
@@ -29,23 +29,15 @@ def creators(flavor):
     return {"listed": [[c.name, c.plugin_version] for c in listed], "created": created, "errors": registry.errors()}
 
 
-def last_error():
-    function = ctypes.CDLL(library()).replayssm_plugins_last_error
-    function.restype = ctypes.c_char_p
-    return function().decode()
-
-
 def refusal(flavor):
     registry = Registry(flavor)
     changed = graph.fields("ReplaySsmFlush", head_dim=12)
     made = registry.create("ReplaySsmFlush", changed, registry.trt.TensorRTPhase.BUILD)
-    return made is None, registry.errors(), last_error()
+    return made is None, registry.errors(), plugins.last_error()
 
 
 def public_entry_point(flavor):
     """What a user writes: a registry and trtllm_replayssm.plugins, twice."""
-    from trtllm_replayssm import plugins
-
     trt = bindings(flavor)
     registry = trt.get_plugin_registry()
     before = plugins.missing(registry)
@@ -57,4 +49,4 @@ def public_entry_point(flavor):
 def preloaded(flavor):
     registry = bindings(flavor).get_plugin_registry()
     names = [c.name for c in registry.all_creators if c.plugin_namespace == NAMESPACE]
-    return sorted(names), [name for name in PLUGINS if registry.get_creator(name, VERSION, NAMESPACE) is None]
+    return sorted(names), plugins.missing(registry)

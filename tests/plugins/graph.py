@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small engines of plan, conv, flush and step, from hand-made ONNX, and what the builder says about them."""
 
-import os
 import re
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from registry import NAMESPACE, Registry
+
+from trtllm_replayssm import _core
 
 H, P, G, N, K = 4, 16, 2, 64, 4
 D = H * P + 2 * G * N
@@ -43,16 +44,10 @@ def fields(plugin, state_io="alias", **changes):
 
 
 def pool():
-    """Bytes of a slot, and INT32 words of the table. Children are told, so that they need not import torch."""
-    if "TEST_POOL" not in os.environ:
-        from trtllm_replayssm import MambaGeometry, ReplayConfig, SlotLayout
-        from trtllm_replayssm.operators import core_spec, pool_spec
-
-        geometry = MambaGeometry(H, P, G, N, K)
-        config = ReplayConfig(WINDOW, STEP_TOKENS, checkpoint="fp32", activation="bf16")
-        table = core_spec(pool_spec(geometry, config, SLOTS, LAYERS)).table_bytes // 4
-        os.environ["TEST_POOL"] = f"{SlotLayout(geometry, config).slot_stride} {table}"
-    return tuple(map(int, os.environ["TEST_POOL"].split()))
+    """Bytes of a slot, and INT32 words of the table."""
+    config = _core.Config(WINDOW, STEP_TOKENS, 0, 0, _core.DTYPES["bf16"], 0)
+    spec = _core.Spec(_core.Geometry(H, P, G, N, K), config, SLOTS, LAYERS)
+    return _core.Layout(_core.Geometry(H, P, G, N, K), config).slot_stride, spec.table_bytes // 4
 
 
 class Graph:
@@ -138,8 +133,7 @@ def stack(state_io):
 
 
 def build(model, words=None, alias=True):
-    """Parses and builds with TensorRT-RTX; two profiles, steps and prompts of ROWS rows. `words`: size W of a plan that is
-    an input.
+    """Parses and builds with TensorRT-RTX; two profiles, steps and prompts of ROWS rows. `words`: size of a plan input.
 
     Returns:
         registry with its log, network or None if parsing failed, plan or None.

@@ -13,18 +13,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trtllm_replayssm import plugins
+
 NAMESPACE, VERSION = "trtllm_replayssm", "1"
 PLUGINS = ("ReplaySsmPlan", "ReplayCausalConv", "ReplaySsmFlush", "ReplaySsmStep")
 PACKAGES = {"rtx": "tensorrt_rtx_bindings", "lean": "tensorrt_lean_bindings"}
+_NEEDED = ("onnx", "tensorrt_rtx_bindings", "tensorrt_rtx_libs", "tensorrt_lean_bindings", "tensorrt_lean_libs")
+MISSING = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
 
 
 def library() -> str:
-    """The plugin library of this installation. Children are told, so that they need not import torch."""
-    if "TEST_PLUGIN_LIBRARY" not in os.environ:
-        from trtllm_replayssm import plugins
-
-        os.environ["TEST_PLUGIN_LIBRARY"] = str(plugins.library_path())
-    return os.environ["TEST_PLUGIN_LIBRARY"]
+    """The plugin library of this installation."""
+    return str(plugins.library_path())
 
 
 def bindings(flavor: str):
@@ -100,7 +100,6 @@ def in_child(function: str, *arguments, environment=None):
         "result = getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2])); "
         "print('\\n' + json.dumps(result), flush=True); os._exit(0)"
     )
-    library()
     environment = {**os.environ, **(environment or {}), "PYTHONPATH": str(Path(__file__).parent)}
     child = subprocess.run(
         [sys.executable, "-c", code, function, json.dumps(arguments)],
