@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sets REPLAYSSM_TENSORRT_INCLUDE_DIR, where it is not given, to a directory with NvInferRuntime.h of TensorRT 10.14 or
-# later: that of the Python package kernel-lens, which ships the headers (Apache-2.0), else one of the system.
-set(REPLAYSSM_TENSORRT_INCLUDE_DIR "" CACHE PATH "Directory of NvInferRuntime.h (TensorRT 10.14 or later)")
+# Sets REPLAYSSM_TENSORRT_INCLUDE_DIR, where it is not given, to a directory with the headers of TensorRT 10.14 or a later
+# 10: those of the Python package kernel-lens, which ships them (Apache-2.0), else those of the system. Headers of 11 do not
+# do: a library built with them fails in 10, the other way round plugins/src/tensorrt_abi.h knows what to do.
+set(REPLAYSSM_TENSORRT_INCLUDE_DIR "" CACHE PATH "Directory of NvInferRuntime.h (TensorRT 10.14 or a later 10)")
 set(REPLAYSSM_TENSORRT_HEADERS_FOUND FALSE)
 
 if(NOT REPLAYSSM_TENSORRT_INCLUDE_DIR)
@@ -23,8 +24,17 @@ if(NOT REPLAYSSM_TENSORRT_INCLUDE_DIR)
 endif()
 
 if(REPLAYSSM_TENSORRT_INCLUDE_DIR)
-  if(NOT EXISTS "${REPLAYSSM_TENSORRT_INCLUDE_DIR}/NvInferRuntime.h")
-    message(FATAL_ERROR "REPLAYSSM_TENSORRT_INCLUDE_DIR=${REPLAYSSM_TENSORRT_INCLUDE_DIR}: there is no NvInferRuntime.h")
+  set(version "")
+  if(EXISTS "${REPLAYSSM_TENSORRT_INCLUDE_DIR}/NvInferVersion.h")
+    foreach(part MAJOR MINOR)
+      file(STRINGS "${REPLAYSSM_TENSORRT_INCLUDE_DIR}/NvInferVersion.h" line REGEX "#define (NV_TENSORRT|TRT)_${part}.* [0-9]+")
+      string(REGEX MATCH "[0-9]+" number "${line}")
+      string(APPEND version "${number}.")
+    endforeach()
+  endif()
+  if(version VERSION_LESS 10.14 OR version VERSION_GREATER_EQUAL 11)
+    message(FATAL_ERROR "${REPLAYSSM_TENSORRT_INCLUDE_DIR}: expected the headers of TensorRT 10.14 or a later 10, got "
+                        "version '${version}'; set REPLAYSSM_TENSORRT_INCLUDE_DIR, or REPLAYSSM_PLUGINS=OFF")
   endif()
   set(REPLAYSSM_TENSORRT_HEADERS_FOUND TRUE)
 endif()

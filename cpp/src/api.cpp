@@ -237,8 +237,8 @@ int64_t replayssm_table_bytes(int32_t num_slots, int32_t num_layers) {
 replayssm_status replayssm_table_from_buffer(void* base, int32_t num_slots, int32_t num_layers, replayssm_table* out) {
   REPLAYSSM_REQUIRE_POINTER(base);
   REPLAYSSM_REQUIRE_POINTER(out);
-  if (reinterpret_cast<uintptr_t>(base) % 64 != 0)
-    return fail(REPLAYSSM_INVALID_ARGUMENT, "base: expected a multiple of 64 bytes, got %p", base);
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "base: expected a multiple of 16 bytes, got %p", base);
   char* const bytes = static_cast<char*>(base);
   const replayssm_table table = {
       reinterpret_cast<replayssm_cursor*>(bytes + kCursorsOffset),

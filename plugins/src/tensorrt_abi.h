@@ -12,6 +12,8 @@
 
 #include <NvInferRuntime.h>
 
+static_assert(NV_TENSORRT_MAJOR == 10, "the classes below take the place of those that 11 changed");
+
 namespace trtllm_replayssm {
 
 enum class Abi { kUnknown, kV10, kV11 };  // an object of unknown origin is not called

@@ -815,7 +815,8 @@ int main(int argc, char** argv) {
     }
   }
   if (!library || steps < 60) {
-    std::printf("usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, at least 60] [--output FILE] [--commit ID]\n", argv[0]);
+    std::printf("usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, at least 60] [--output FILE] [--commit ID]\n",
+                argv[0]);
     return 2;
   }
   if (!std::freopen("/dev/null", "w", stderr)) return 2;  // what enqueue refuses by intent

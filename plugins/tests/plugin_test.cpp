@@ -337,6 +337,10 @@ void test_round_trip() {
     CHECK(same_fields(attached.runtime->getFieldsToSerialize(), given));
     CHECK(std::strcmp(attached.core->getPluginName(), c.plugin.c_str()) == 0);
     CHECK(attached.build->getNbOutputs() == static_cast<int32_t>(c.outputs.size()));
+    if (!replayssm_has_cuda()) {  // must not take an engine's device memory for its own
+      CHECK(attached.runtime->enqueue(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) != 0);
+      CHECK(mentions(last_error(), "this plugin library was built without CUDA"));
+    }
 
     std::string metadata;
     for (const PluginField& field : given) {

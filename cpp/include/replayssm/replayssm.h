@@ -284,7 +284,7 @@ REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout*
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
 
-/* A table in one buffer, 64-byte aligned: error word at byte 0, counters at 64, cursors at 128, then the restore marks.
+/* A table in one buffer, 16-byte aligned: error word at byte 0, counters at 64, cursors at 128, then the restore marks.
  * All zero is a table of empty slots. */
 REPLAYSSM_API int64_t replayssm_table_bytes(int32_t num_slots, int32_t num_layers);
 REPLAYSSM_API replayssm_status replayssm_table_from_buffer(void* base, int32_t num_slots, int32_t num_layers,
