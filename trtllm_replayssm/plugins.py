@@ -20,8 +20,8 @@ def library_path() -> Path:
     path = Path(_core.__file__).with_name("libtrtllm_replayssm_plugins.so")
     if not path.exists():
         raise RuntimeError(
-            f"{path.name}: not in this installation, which was built without TensorRT's headers; "
-            "pip install --no-deps kernel-lens==2.0.1 and install trtllm-replayssm again"
+            f"{path.name}: not in this installation, which was built without TensorRT's headers; install it again with "
+            "-C cmake.define.REPLAYSSM_TENSORRT_INCLUDE_DIR=DIR (the package kernel-lens 2.0.1 has them)"
         )
     return path
 

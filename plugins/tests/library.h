@@ -96,6 +96,13 @@ class Fields {
     for (const Field& field : fields_) result.push_back(field.name);
     return result;
   }
+  PluginFieldType type_of(const std::string& name) const {
+    for (const Field& field : fields_) {
+      if (field.name == name) return field.type;
+    }
+    return PluginFieldType::kUNKNOWN;
+  }
+  // Points into this object.
   std::vector<PluginField> list() const {
     std::vector<PluginField> result;
     for (const Field& field : fields_)

@@ -306,7 +306,8 @@ void test_identity() {
     CHECK(std::strcmp(creator->getPluginVersion(), "1") == 0);
     CHECK(std::strcmp(creator->getPluginNamespace(), "trtllm_replayssm") == 0);
     const Case c = make_case(plugin, "alias", DataType::kBF16, 5, 3);
-    const std::vector<PluginField> given = fields_of(c).list();
+    const Fields fields = fields_of(c);
+    const std::vector<PluginField> given = fields.list();
     const nvinfer1::PluginFieldCollection* names = creator->getFieldNames();
     CHECK(names->nbFields == static_cast<int32_t>(given.size()));
     for (int32_t i = 0; i < names->nbFields; ++i)
@@ -474,7 +475,7 @@ void test_illegal_fields() {
     };
     for (const std::string& name : fields_of(c).names()) {
       refuse(fields_of(c).remove(name).list(), name + ": field is missing");
-      Fields doubled = fields_of(c);
+      const Fields doubled = fields_of(c);
       std::vector<PluginField> twice = doubled.list();
       for (const PluginField& field : doubled.list()) {
         if (name == field.name) twice.push_back(field);
@@ -483,9 +484,7 @@ void test_illegal_fields() {
       refuse(fields_of(c).drop_data(name).list(), name + ": expected");
       for (int32_t type = 0; type <= static_cast<int32_t>(PluginFieldType::kFP4); ++type) {
         const auto changed = static_cast<PluginFieldType>(type);
-        const std::vector<PluginField> good = fields_of(c).list();
-        PluginFieldType own{};
-        for (const PluginField& field : good) own = name == field.name ? field.type : own;
+        const PluginFieldType own = fields_of(c).type_of(name);
         const bool same_width = (own == PluginFieldType::kFLOAT32 && changed == PluginFieldType::kINT32);
         const bool wider = (own == PluginFieldType::kINT32 && changed == PluginFieldType::kINT64) ||
                            (own == PluginFieldType::kFLOAT32 && changed == PluginFieldType::kFLOAT64);
@@ -493,13 +492,13 @@ void test_illegal_fields() {
         refuse(fields_of(c).retype(name, changed, 1).list(), name + ": expected");
       }
       for (const int32_t length : {-1, 0, 1000}) {
-        PluginFieldType own{};
-        for (const PluginField& field : fields_of(c).list()) own = name == field.name ? field.type : own;
+        const PluginFieldType own = fields_of(c).type_of(name);
         refuse(fields_of(c).retype(name, own, length).list(), name + ": expected");
       }
     }
     refuse(fields_of(c).set("nope", 1).list(), "'nope': no such field");
-    std::vector<PluginField> nameless = fields_of(c).list();
+    const Fields fields = fields_of(c);
+    std::vector<PluginField> nameless = fields.list();
     nameless[0].name = nullptr;
     refuse(nameless, "'': no such field");
     CHECK(creator->createPlugin("node", nullptr, TensorRTPhase::kBUILD) == nullptr);
