@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <new>
+#include <iterator>
 #include <utility>
 
 #include "log.h"

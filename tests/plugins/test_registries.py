@@ -45,10 +45,10 @@ def test_public_entry_point(flavor, monkeypatch, tmp_path):
 class EmptyRegistry:
     """A registry that loads nothing."""
 
-    def load_library(self, path):
-        self.path = path
-
     all_creators = ()
+
+    def load_library(self, path):
+        """TensorRT's returns None and logs why."""
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
