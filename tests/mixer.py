@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2 layers of random weights and the tapes of tokens they are fed, for the tests of the ops."""
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 import oracle
+import pytest
 import torch
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
@@ -14,10 +16,25 @@ NANO_TP8 = MambaGeometry(num_heads=12, head_dim=80, num_groups=1, state_dim=128)
 SUPER = MambaGeometry(num_heads=128, head_dim=64, num_groups=8, state_dim=128)  # F3
 SMALL = MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64)
 
+# Every (checkpoint, read copy) that a config takes.
+PAIRS = [
+    *((checkpoint, copy) for checkpoint in ("fp32", "bf16", "fp16", "fp16_sr") for copy in ("none", "fp8", "nvfp4")),
+    ("fp8_sr", "none"),
+    ("fp8_sr", "nvfp4"),
+    ("nvfp4", "none"),
+]
+all_pairs = pytest.mark.parametrize("checkpoint, read_copy", PAIRS)
+
 # Bounds of the design: relative L2 error against the float64 oracle.
 FP32_FLOOR = 2e-6
 FP32_FACTOR = 1.25
 SIXTEEN_BIT = 7e-4
+
+
+def config_of(checkpoint, read_copy, window=8, max_step_tokens=1, activation="fp32") -> ReplayConfig:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message='checkpoint "bf16"')
+        return ReplayConfig(window, max_step_tokens, checkpoint, read_copy, activation)
 
 
 class Tokens(NamedTuple):

@@ -192,6 +192,14 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
             ["generate", "--checkpoint", TINY, "--prompt", "x", "--speculative", "mtp", "--draft-tokens", "16"],
             "draft_tokens is 16, expected 1..15",
         ),
+        (
+            ["generate", "--checkpoint", TINY, "--prompt", "x", "--checkpoint-format", "nvfp4", "--read-copy", "fp8"],
+            "read_copy: expected 'none' with checkpoint='nvfp4', got 'fp8'",
+        ),
+        (
+            ["generate", "--checkpoint", TINY, "--prompt", "x", "--read-copy", "int4"],
+            "read_copy: expected one of none, fp8, nvfp4, got 'int4'",
+        ),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--draft-tokens", "2"], "need --speculative mtp or ngram"),
         (["demo", "--checkpoint", TINY, "--device", "abacus"], "device is 'abacus', expected cpu or cuda"),
         (["demo", "--checkpoint", TINY, "--max-tokens", "1"], "--max-tokens is 1, expected at least 2"),
@@ -204,6 +212,26 @@ def test_errors_are_one_line(capsys, arguments, message):
     assert captured.out == ""
     assert captured.err.startswith("trtllm-replayssm: error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_formats_of_the_state(capsys):
+    """A read copy of NVFP4 is read in less than a fifth of the bytes of the fp32 states of conventional decoding."""
+    arguments = [
+        "generate",
+        "--checkpoint",
+        TINY,
+        "--prompt",
+        "In the beginning",
+        "--max-tokens",
+        "24",
+        "--device",
+        "cpu",
+    ]
+    assert main([*arguments, "--checkpoint-format", "fp16_sr", "--read-copy", "nvfp4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["checkpoint_format"], report["read_copy"], report["window"]) == ("fp16_sr", "nvfp4", 16)
+    read = {mode: traffic["state_bytes_read"] for mode, traffic in report["traffic"].items()}
+    assert read["replay"] < read["conventional"] / 5
 
 
 def test_prompt_files(tmp_path, capsys):

@@ -2,8 +2,8 @@
 //
 // The Python binding of libreplayssm. It knows integers only: addresses, strides and dtype codes, so that it needs
 // neither torch's C++ ABI nor numpy. A Spec is bound once for each kind of pool and holds all that does not change from
-// call to call. Statuses become exceptions; what a host op left in the error word is raised at once, and the word
-// cleared.
+// call to call. Statuses become exceptions; the refusal that a host op left in the error word is raised at once, and
+// the word cleared. (The report of a state that is not finite refuses nothing and waits there for validate().)
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -82,6 +82,10 @@ std::string describe(int32_t code, int32_t row, int64_t given, int64_t expected)
       format = "the state of slot %" PRId64
                " is a snapshot, expected ops.conventional_verify, or a reset first: no other op reads it";
       break;
+    case REPLAYSSM_ROW_STATE_NOT_FINITE:
+      format = "the state of head %" PRId64 " in layer %" PRId64
+               " was stored with a NaN or an infinity, expected finite values (a reset heals the slot)";
+      break;
     default:
       format = "unknown error (given %" PRId64 ", expected %" PRId64 ")";
       break;
@@ -112,10 +116,11 @@ struct Spec {
   replayssm_geometry geometry;
   replayssm_config config;
   replayssm_layout layout;
-  int32_t num_slots, num_layers;
+  int32_t num_slots, num_layers, first_head;
 
-  Spec(const replayssm_geometry& geometry_, const replayssm_config& config_, int32_t num_slots_, int32_t num_layers_)
-      : geometry(geometry_), config(config_), num_slots(num_slots_), num_layers(num_layers_) {
+  Spec(const replayssm_geometry& geometry_, const replayssm_config& config_, int32_t num_slots_, int32_t num_layers_,
+       int32_t first_head_)
+      : geometry(geometry_), config(config_), num_slots(num_slots_), num_layers(num_layers_), first_head(first_head_) {
     check(replayssm_layout_init(&geometry, &config, &layout));
   }
 
@@ -138,12 +143,15 @@ struct Spec {
   replayssm_layer layer(uintptr_t data, int32_t index) const {
     replayssm_layer result;
     check(replayssm_layer_from_blob(&layout, pointer<void>(data + index * layer_stride()), index, &result));
+    result.first_head = first_head;
     return result;
   }
 
   static void finish(replayssm_status status, int64_t stream, const replayssm_table& table) {
     check(status);
-    if (stream != kHost || table.error->code == REPLAYSSM_ROW_OK) return;
+    if (stream != kHost) return;
+    const int32_t code = table.error->code;
+    if (code == REPLAYSSM_ROW_OK || code == REPLAYSSM_ROW_STATE_NOT_FINITE) return;
     const replayssm_error error = *table.error;
     *table.error = {};
     throw InvalidArgument(describe(error.code, error.row, error.given, error.expected));
@@ -340,7 +348,8 @@ NB_MODULE(_core, m) {
                               {"state_reads", REPLAYSSM_COUNT_STATE_READS},
                               {"state_writes", REPLAYSSM_COUNT_STATE_WRITES},
                               {"record_reads", REPLAYSSM_COUNT_RECORD_READS},
-                              {"record_writes", REPLAYSSM_COUNT_RECORD_WRITES}});
+                              {"record_writes", REPLAYSSM_COUNT_RECORD_WRITES},
+                              {"step_reads", REPLAYSSM_COUNT_STEP_READS}});
 
   m.def("version", &replayssm_version);
   m.def("has_cuda", [] { return replayssm_has_cuda() != 0; });
@@ -391,6 +400,8 @@ NB_MODULE(_core, m) {
       .def_ro("conv_rows", &replayssm_layout::conv_rows)
       .def_ro("conv_channels", &replayssm_layout::conv_channels)
       .def_ro("slot_stride", &replayssm_layout::slot_stride)
+      .def_ro("checkpoint_head_bytes", &replayssm_layout::checkpoint_head_bytes)
+      .def_ro("read_copy_head_bytes", &replayssm_layout::read_copy_head_bytes)
       .def_prop_ro("checkpoint", [](const replayssm_layout& l) { return slice(l.checkpoint); })
       .def_prop_ro("read_copy", [](const replayssm_layout& l) { return slice(l.read_copy); })
       .def_prop_ro("x_ring", [](const replayssm_layout& l) { return slice(l.x_ring); })
@@ -400,8 +411,8 @@ NB_MODULE(_core, m) {
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Spec>(m, "Spec")
-      .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t>(), nb::arg("geometry"),
-           nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"))
+      .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t>(),
+           nb::arg("geometry"), nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"), nb::arg("first_head"))
       .def_prop_ro("error_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::error); })
       .def_prop_ro("counters_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::counters); })
       .def_prop_ro("cursors_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::cursors); })

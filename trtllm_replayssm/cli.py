@@ -25,8 +25,8 @@ PROMPTS = (
     "Blessed are they that",
     "The LORD spake unto Moses, saying,",
 )
-# Two sums in another order may swap tokens whose logits are this close, or neighbours in the dtype, whose relative
-# spacing this is.
+# Two sums in another order may swap tokens whose logits are this close, or, where inputs of dense layers are rounded to
+# the dtype (without --deterministic), as close as neighbours in the dtype, whose relative spacing this is.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
@@ -77,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         "--speculative", metavar="mtp|ngram", help="verify drafts of the checkpoint's MTP head, or of repeated text"
     )
     generate.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 1..15; default: 3")
+    generate.add_argument(
+        "--checkpoint-format",
+        default="fp32",
+        metavar="FORMAT",
+        help="of the states that ReplaySSM keeps: fp32 (default), bf16, fp16, fp16_sr, fp8_sr, nvfp4",
+    )
+    generate.add_argument(
+        "--read-copy", default="none", metavar="FORMAT", help="that steps read instead: none (default), fp8, nvfp4"
+    )
     generate.add_argument("--adaptive", action="store_true", help="as many drafts as recent acceptance is worth")
 
     demo = commands.add_parser("demo", help="ReplaySSM, conventional and speculative decoding: same text, less traffic")
@@ -92,12 +101,14 @@ def _parser() -> argparse.ArgumentParser:
             type=window,
             default="auto",
             metavar="N",
-            help="tokens between state writes; default: 16, or twice the tokens of a step",
+            help="tokens between state writes; default: what moves the fewest bytes",
         )
         command.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
         command.add_argument("--dtype", choices=tuple(MARGIN), help="default: the checkpoint's; float32 on the CPU")
         command.add_argument(
-            "--deterministic", action="store_true", help="a text's bits do not depend on the other texts (slower)"
+            "--deterministic",
+            action="store_true",
+            help="a text's bits do not depend on the other texts, and 16-bit dtypes round less (slower)",
         )
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -165,6 +176,7 @@ def _generate(options) -> int:
     if options.speculative is not None:
         drafts = 3 if options.draft_tokens is None else options.draft_tokens
         speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
+    formats = dict(checkpoint_format=options.checkpoint_format, read_copy=options.read_copy)
     if options.prompt is not None and _undecodable(options.prompt):
         raise ValueError("--prompt: expected UTF-8 text")
     prompts = [options.prompt] if options.prompt is not None else _read_prompts(options.prompt_file)
@@ -176,7 +188,7 @@ def _generate(options) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    engine = _engine(runtime, options, options.mode, len(prompts), **speculation)
+    engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
     sequences = [engine.add_request(prompt, params) for prompt in prompts]
     stream = len(prompts) == 1 and not options.json
     if stream:
@@ -192,6 +204,7 @@ def _generate(options) -> int:
                 {
                     "mode": options.mode,
                     "window": engine.window,
+                    **formats,
                     "device": str(engine.device),
                     "dtype": _dtype_name(engine),
                     "speculation": _speculation_json(engine, options.speculative) if speculation else None,
@@ -261,9 +274,10 @@ def _demo(options) -> int:
     speculative, drafted = traffic.pop("speculative"), sequences.pop("speculative")
     dtype = _dtype_name(engines["replay"])
     pairs = list(zip(*sequences.values(), strict=True))
-    margins = [_first_difference(engines["conventional"], *pair) for pair in pairs]
+    spacing = 0 if options.deterministic else SPACING[dtype]
+    margins = [_first_difference(engines["conventional"], *pair, spacing) for pair in pairs]
     drafted_margins = [
-        _first_difference(engines["replay"], *pair) for pair in zip(sequences["replay"], drafted, strict=True)
+        _first_difference(engines["replay"], *pair, spacing) for pair in zip(sequences["replay"], drafted, strict=True)
     ]
     agree = all(difference is None or difference["rounding"] for difference in margins + drafted_margins)
     saved = traffic["conventional"].per_token / traffic["replay"].per_token
@@ -334,15 +348,15 @@ def _equal(margins: list) -> str:
     return f"{sum(difference is None for difference in margins)} of {len(margins)} texts agree token for token"
 
 
-def _first_difference(engine, one, other) -> dict | None:
-    """Where two texts of a prompt part, how far apart the two best logits are there, and whether rounding explains it;
-    None if they are equal.
+def _first_difference(engine, one, other, spacing: float) -> dict | None:
+    """Where two texts of a prompt part, how far apart the two best logits are there, and whether rounding explains it:
+    that of sums or, in relation to the best logit, `spacing`. None if they are equal.
     """
     for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if a != b:
             best = engine.logits(one.prompt + one.tokens[:index])[-1].topk(2).values.tolist()
-            margin, dtype = best[0] - best[1], _dtype_name(engine)
-            limit = max(MARGIN[dtype], SPACING[dtype] * abs(best[0]))
+            margin = best[0] - best[1]
+            limit = max(MARGIN[_dtype_name(engine)], spacing * abs(best[0]))
             return {"token": index, "margin": margin, "rounding": margin <= limit}
     return None
 
@@ -359,7 +373,7 @@ def _runtime():
         ) from None
 
 
-def _engine(runtime, options, mode: str, prompts: int, **speculation):
+def _engine(runtime, options, mode: str, prompts: int, **more):
     return runtime.Engine(
         options.checkpoint,
         mode=mode,
@@ -369,7 +383,7 @@ def _engine(runtime, options, mode: str, prompts: int, **speculation):
         deterministic=options.deterministic,
         max_batch=min(prompts, 32),
         progress=sys.stderr.isatty(),
-        **speculation,
+        **more,
     )
 
 

@@ -44,9 +44,10 @@ SCHEMAS = {
 }
 
 
-def pool_spec(geometry: MambaGeometry, config: ReplayConfig, num_slots: int, num_layers: int) -> str:
-    """The text that names a kind of pool: geometry | config | slots, layers, in the order of their fields."""
-    return " ".join(str(value) for value in (*astuple(geometry), *astuple(config), num_slots, num_layers))
+def pool_spec(geometry: MambaGeometry, config: ReplayConfig, num_slots: int, num_layers: int, first_head: int) -> str:
+    """The text that names a kind of pool: geometry | config | slots, layers, first head, in their fields' order."""
+    extent = (num_slots, num_layers, first_head)
+    return " ".join(str(value) for value in (*astuple(geometry), *astuple(config), *extent))
 
 
 @cache

@@ -13,13 +13,10 @@ from math import inf
 
 import torch
 
-from .operators import ACTIVATIONS, DTYPE_CODES
 from .plan import FOLDED, SNAPSHOTTED, STEPPED, Plan
-from .pool import StatePool, require_layer
+from .pool import FLOATS, ROWS, STRIDED, WHOLE, StatePool, require_layer, require_tensor
 
 _ops = torch.ops.trtllm_replayssm
-_FLOATS = frozenset(DTYPE_CODES)
-_STRIDED, _ROWS, _WHOLE = range(3)
 
 
 def conv_step(
@@ -51,10 +48,10 @@ def conv_step(
     _require_plan(pool, layer, plan)
     channels, taps = pool.geometry.conv_channels, pool.geometry.conv_kernel
     num_tokens = _num_tokens(plan, "xBC", xBC)
-    _require(pool, "xBC", xBC, (num_tokens, channels), pool.activations, _ROWS)
-    _require(pool, "weight", weight, (channels, taps), _FLOATS, _WHOLE)
+    require_tensor(pool, "xBC", xBC, (num_tokens, channels), pool.activations, ROWS)
+    require_tensor(pool, "weight", weight, (channels, taps), FLOATS, WHOLE)
     if bias is not None:
-        _require(pool, "bias", bias, (channels,), _FLOATS, _WHOLE)
+        require_tensor(pool, "bias", bias, (channels,), FLOATS, WHOLE)
     out = _output(pool, out, (num_tokens, channels))
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     _ops.conv_step(*call, xBC, weight, bias, out, _bound(plan, num_tokens))
@@ -148,6 +145,7 @@ def conventional_step(
     `step`; all tokens are committed.
 
     Raises:
+        NotImplementedError: another checkpoint than "fp32", "bf16" or "fp16", or a read copy.
         ValueError: among others, a slot that holds records.
     """
     return _scan(_ops.conventional_step, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
@@ -181,9 +179,11 @@ def conventional_verify(
             (`pool.allocate_snapshots`); contiguous but for its first dimension.
 
     Raises:
+        NotImplementedError: as for `conventional_step`.
         ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
     """
-    _require(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.checkpoint_dtype}), _STRIDED)
+    if pool.snapshots_dtype is not None:  # the library refuses other formats by name
+        require_tensor(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.snapshots_dtype}), STRIDED)
     if not snapshots[0].is_contiguous():
         raise ValueError(f"snapshots: expected contiguous slots, got strides {snapshots.stride()}")
     operator = _ops.conventional_verify
@@ -215,15 +215,15 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     heads = (geometry.num_heads,)
     head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
     group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
-    _require(pool, "x", x, head_rows, pool.activations, _ROWS)
-    _require(pool, "B", B, group_rows, pool.activations, _ROWS)
-    _require(pool, "C", C, group_rows, pool.activations, _ROWS)
-    _require(pool, "dt", dt, head_rows[:2], _FLOATS, _STRIDED)
-    _require(pool, "A_log", A_log, heads, _FLOATS, _WHOLE)
+    require_tensor(pool, "x", x, head_rows, pool.activations, ROWS)
+    require_tensor(pool, "B", B, group_rows, pool.activations, ROWS)
+    require_tensor(pool, "C", C, group_rows, pool.activations, ROWS)
+    require_tensor(pool, "dt", dt, head_rows[:2], FLOATS, STRIDED)
+    require_tensor(pool, "A_log", A_log, heads, FLOATS, WHOLE)
     if D is not None:
-        _require(pool, "D", D, heads, _FLOATS, _WHOLE)
+        require_tensor(pool, "D", D, heads, FLOATS, WHOLE)
     if dt_bias is not None:
-        _require(pool, "dt_bias", dt_bias, heads, _FLOATS, _WHOLE)
+        require_tensor(pool, "dt_bias", dt_bias, heads, FLOATS, WHOLE)
     try:
         low, high = map(float, dt_limit)
     except (TypeError, ValueError):
@@ -262,31 +262,11 @@ def _bound(plan: Plan, otherwise: int) -> int:
     return otherwise if plan.max_count is None else plan.max_count
 
 
-def _require(pool: StatePool, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int):
-    """Raises unless `tensor` lies on the pool's device with this shape and one of the dtypes.
-
-    dense: _STRIDED: any strides; _ROWS: the last dimension is contiguous; _WHOLE: all are.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in ACTIVATIONS.values() if dtype in dtypes)
-        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-    if tensor.device != pool.device:
-        raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")
-    if dense == _ROWS and tensor.stride(-1) != 1:
-        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
-    if dense == _WHOLE and not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
-
-
 def _output(pool: StatePool, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
     """`out`, checked, or a new tensor of zeros: rows that the op does not write are then defined."""
     if out is None:
         return torch.zeros(shape, dtype=pool.activation, device=pool.device)
-    _require(pool, "out", out, shape, pool.activations, _ROWS)
+    require_tensor(pool, "out", out, shape, pool.activations, ROWS)
     extent = 1
     for size, stride in zip(reversed(shape), reversed(out.stride()), strict=True):
         if size > 1 and stride < extent:

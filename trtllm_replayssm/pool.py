@@ -16,6 +16,9 @@ from .rows import device_rows, distinct_slots, host_rows, upload
 
 _ops = torch.ops.trtllm_replayssm
 _INT32_MAX = 2**31 - 1
+FLOATS = frozenset(DTYPE_CODES)
+_FP32 = frozenset({torch.float32})
+STRIDED, ROWS, WHOLE = range(3)  # how dense `require_tensor` wants its tensor
 
 
 class Cursors(NamedTuple):
@@ -45,14 +48,17 @@ class StatePool:
         num_slots: at least 1.
         num_layers: 0 or more; a pool of 0 layers has cursors only.
         device: "cpu" or a CUDA device.
+        first_head: index of the pool's head 0 among the heads of all tensor-parallel ranks. Stochastic rounding then
+            gives a head the same bits whatever the rank that has it.
 
     Attributes:
+        config: with a number for its window.
         layout: SlotLayout of a slot.
         data: uint8 [num_layers, num_slots, layout.slot_stride], the slots.
         table: uint8, the error word, counters, cursors and restore marks.
         decay: per layer, the A_log that a layer op was last given, or None.
-        checkpoint_dtype: torch dtype of the checkpoint.
-        snapshots_shape: of a layer's snapshots for `ops.conventional_verify`, (num_slots, max_step_tokens, H, P, N).
+        snapshots_dtype, snapshots_shape: of a layer's snapshots for `ops.conventional_verify`: the checkpoint's dtype
+            (None with formats that it does not take), (num_slots, max_step_tokens, H, P, N).
     """
 
     def __init__(
@@ -62,9 +68,13 @@ class StatePool:
         num_slots: int,
         num_layers: int,
         device: torch.device | str = "cpu",
+        first_head: int = 0,
     ):
         num_slots = int32_field("num_slots", num_slots)
         num_layers = int32_field("num_layers", num_layers)
+        first_head = int32_field("first_head", first_head)
+        if first_head < 0:
+            raise ValueError(f"first_head: expected 0 or more, got {first_head}")
         if num_slots < 1:
             raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
         if num_layers < 0:
@@ -78,15 +88,16 @@ class StatePool:
         if device.type == "cuda" and not _core.has_cuda():
             raise NotImplementedError("device: this build has CPU ops only; install where nvcc is found for CUDA ops")
         self.geometry = geometry
-        self.config = config
+        self.layout = SlotLayout(geometry, config)
+        self.config = config = self.layout.config
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self.layout = SlotLayout(geometry, config)
+        self.first_head = first_head
         self.activation = ACTIVATIONS[config.activation]
         self.activations = frozenset({self.activation})
-        self.checkpoint_dtype = ACTIVATIONS[config.checkpoint]
-        self.snapshots_shape = (num_slots, config.max_step_tokens, *self.layout.sections["checkpoint"].shape)
-        self.spec = pool_spec(geometry, config, num_slots, num_layers)
+        self.snapshots_dtype = ACTIVATIONS.get(config.checkpoint) if config.read_copy == "none" else None
+        self.snapshots_shape = (num_slots, config.max_step_tokens, *self._state_shapes(1)[0][1:])
+        self.spec = pool_spec(geometry, config, num_slots, num_layers, first_head)
         self._core = core_spec(self.spec)
         self.data = torch.zeros((num_layers, num_slots, self.layout.slot_stride), dtype=torch.uint8, device=device)
         self.table = torch.zeros(self._core.table_bytes, dtype=torch.uint8, device=device)
@@ -235,7 +246,7 @@ class StatePool:
         if A_log is None:
             A_log = self.decay[layer]
         else:
-            self._require_floats("A_log", A_log, (self.geometry.num_heads,), DTYPE_CODES)
+            require_tensor(self, "A_log", A_log, (self.geometry.num_heads,), FLOATS, WHOLE)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         state = torch.zeros(state_shape, dtype=torch.float32, device=self.device)
         conv_tail = torch.zeros(tail_shape, dtype=torch.float32, device=self.device)
@@ -256,8 +267,8 @@ class StatePool:
         require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         state_shape, tail_shape = self._state_shapes(slots.numel())
-        self._require_floats("state", state, state_shape, (torch.float32,))
-        self._require_floats("conv_tail", conv_tail, tail_shape, (torch.float32,))
+        require_tensor(self, "state", state, state_shape, _FP32, WHOLE)
+        require_tensor(self, "conv_tail", conv_tail, tail_shape, _FP32, WHOLE)
         _ops.restore(self.table, self.data, self.spec, layer, slots, state, conv_tail)
 
     def copy(self, src_slots, dst_slots):
@@ -279,8 +290,8 @@ class StatePool:
             slots: ints or an int tensor [rows], closed and valid.
 
         Returns:
-            uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config and layers, in
-            any process, the sequences continue bit for bit.
+            uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config, layers and
+            first head, in any process, the sequences continue bit for bit.
         """
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -288,7 +299,7 @@ class StatePool:
         for slot, flags in zip(rows, (cursors[:, 3] >> 32).tolist(), strict=True):
             if flags:
                 raise ValueError(f"slots: expected closed, valid slots, got slot {slot} {_flag_text(flags)}")
-        blob, parts = snapshot.allocate(self.layout, self.num_layers, len(rows))
+        blob, parts = snapshot.allocate(self.layout, self.num_layers, self.first_head, len(rows))
         parts.cursors.copy_(cursors.view(torch.uint8))
         for layer in range(self.num_layers):
             parts.data[layer].copy_(self.data[layer].index_select(0, picked))
@@ -305,7 +316,7 @@ class StatePool:
             ValueError: what differs between the blob and this pool, before the pool is touched.
         """
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
-        parts = snapshot.parse(blob, self.layout, self.num_layers, len(rows))
+        parts = snapshot.parse(blob, self.layout, self.num_layers, self.first_head, len(rows))
         cursors = parts.cursors.clone().view(torch.int64)
         for row, (tokens, _, writes, history) in enumerate(cursors.tolist()):  # flags, the upper half of history, are 0
             if not (0 <= history <= min(tokens, self.config.window) and tokens < 2**62 and 0 <= writes < 2**62) or (
@@ -321,8 +332,17 @@ class StatePool:
         self._cursors.index_copy_(0, picked, cursors.to(self.device))
 
     def allocate_snapshots(self) -> torch.Tensor:
-        """Memory for `ops.conventional_verify`, uninitialised: checkpoint dtype [num_layers, *snapshots_shape]."""
-        return torch.empty((self.num_layers, *self.snapshots_shape), dtype=self.checkpoint_dtype, device=self.device)
+        """Memory for `ops.conventional_verify`, uninitialised: snapshots_dtype [num_layers, *snapshots_shape].
+
+        Raises:
+            NotImplementedError: formats that the op does not take.
+        """
+        if self.snapshots_dtype is None:
+            raise NotImplementedError(
+                "conventional_verify: expected checkpoint='fp32', 'bf16' or 'fp16' and read_copy='none', got "
+                f"checkpoint={self.config.checkpoint!r}, read_copy={self.config.read_copy!r}"
+            )
+        return torch.empty((self.num_layers, *self.snapshots_shape), dtype=self.snapshots_dtype, device=self.device)
 
     # ---- what the device knows ----
 
@@ -333,7 +353,11 @@ class StatePool:
         return Cursors(tokens, stream, writes, packed & 0xFFFFFFFF, packed >> 32)
 
     def validate(self):
-        """Raises ValueError with the first error that a row met on the device, and clears it. Synchronises."""
+        """Raises ValueError with the first error that a row met on the device, and clears it. Synchronises.
+
+        On any device, that may be a state that was stored with a NaN or an infinity: ops go on with it, and the only
+        sign is this error.
+        """
         code, row, given_low, given_high, expected_low, expected_high, *_ = self._error.tolist()
         if code:
             self._error.zero_()
@@ -345,18 +369,14 @@ class StatePool:
 
         Returns:
             tokens and flushes (of sequences: each counts once, not once a layer); state_reads, state_writes,
-            record_reads, record_writes (whole states and records of one layer); state_bytes_read,
-            state_bytes_written, record_bytes_read, record_bytes_written (bytes of all layers).
+            record_reads, record_writes (whole states and records of one layer); step_reads, those of the state_reads
+            that steps without a flush did, from the read copy if there is one; state_bytes_read, state_bytes_written,
+            record_bytes_read, record_bytes_written (bytes of all layers, in their formats).
         """
         values = self._counters.tolist()
         counts = {name: values[position] for name, position in _core.COUNTERS.items()}
-        for kind, size in (
-            ("state", self.layout.sections["checkpoint"].bytes),
-            ("record", self.layout.record_bytes),
-        ):
-            counts[f"{kind}_bytes_read"] = counts[f"{kind}_reads"] * size * self.num_layers
-            counts[f"{kind}_bytes_written"] = counts[f"{kind}_writes"] * size * self.num_layers
-        return counts
+        moved = self.layout.traffic_bytes(counts)
+        return counts | {name: size * self.num_layers for name, size in moved.items()}
 
     # ---- views of the table ----
 
@@ -401,18 +421,6 @@ class StatePool:
         g = self.geometry
         return (rows, g.num_heads, g.head_dim, g.state_dim), (rows, g.conv_kernel - 1, g.conv_channels)
 
-    def _require_floats(self, name: str, tensor, shape: tuple[int, ...], dtypes):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
-            given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given}")
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor of shape {shape}, got {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
-            )
-        if tensor.device != self.device:
-            raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
-
 
 def require_layer(layer: int, num_layers: int):
     """TypeError or ValueError unless `layer` is one of a pool's layers."""
@@ -420,6 +428,26 @@ def require_layer(layer: int, num_layers: int):
         raise TypeError(f"layer: expected an int, got {layer!r}")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer: expected 0..{num_layers - 1} of {num_layers} layers, got {layer}")
+
+
+def require_tensor(pool: StatePool, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int):
+    """Raises unless `tensor` lies on the pool's device with this shape and one of the dtypes.
+
+    dense: STRIDED: any strides; ROWS: the last dimension is contiguous; WHOLE: all are.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in ACTIVATIONS.values() if dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if tensor.device != pool.device:
+        raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")
+    if dense == ROWS and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
+    if dense == WHOLE and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
 def _require_rows(name: str, given: int, expected: int):

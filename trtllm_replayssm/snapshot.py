@@ -30,16 +30,16 @@ class Parts(NamedTuple):
     data: torch.Tensor  # uint8 [num_layers, slots, slot_stride]
 
 
-def allocate(layout: SlotLayout, num_layers: int, slots: int) -> tuple[torch.Tensor, Parts]:
+def allocate(layout: SlotLayout, num_layers: int, first_head: int, slots: int) -> tuple[torch.Tensor, Parts]:
     """A blob (uint8 [bytes], on the CPU) with its header filled in, and views of the parts to fill."""
-    text = json.dumps({**_facts(layout, num_layers), "slots": slots}).encode()
+    text = json.dumps({**_facts(layout, num_layers, first_head), "slots": slots}).encode()
     header = _PREFIX.pack(_MAGIC, _VERSION, len(text)) + text
     blob = torch.zeros(_end(len(header), layout, num_layers, slots), dtype=torch.uint8)
     blob[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return blob, _views(blob, len(header), layout, num_layers, slots)
 
 
-def parse(blob: torch.Tensor, layout: SlotLayout, num_layers: int, slots: int) -> Parts:
+def parse(blob: torch.Tensor, layout: SlotLayout, num_layers: int, first_head: int, slots: int) -> Parts:
     """Views of a blob's parts. ValueError names what differs from what this pool and call expect."""
     if not isinstance(blob, torch.Tensor) or blob.dtype != torch.uint8:
         given = blob.dtype if isinstance(blob, torch.Tensor) else type(blob).__name__
@@ -61,7 +61,7 @@ def parse(blob: torch.Tensor, layout: SlotLayout, num_layers: int, slots: int) -
         header = dict(json.loads(bytes(blob[_PREFIX.size : header_bytes].tolist())))
     except (ValueError, TypeError):
         raise ValueError("blob: expected a header in JSON, got something else: the blob is damaged") from None
-    for name, expected in {**_facts(layout, num_layers), "slots": slots}.items():
+    for name, expected in {**_facts(layout, num_layers, first_head), "slots": slots}.items():
         if header.get(name) != expected:
             raise ValueError(f"blob: expected {name} = {expected}, got {header.get(name)}")
     expected_bytes = _end(header_bytes, layout, num_layers, slots)
@@ -70,13 +70,14 @@ def parse(blob: torch.Tensor, layout: SlotLayout, num_layers: int, slots: int) -
     return _views(blob, header_bytes, layout, num_layers, slots)
 
 
-def _facts(layout: SlotLayout, num_layers: int) -> dict:
+def _facts(layout: SlotLayout, num_layers: int, first_head: int) -> dict:
     return {
         "layout_version": layout.version,
         "slot_stride": layout.slot_stride,
         **asdict(layout.geometry),
         **asdict(layout.config),
         "num_layers": num_layers,
+        "first_head": first_head,
     }
 
 

@@ -85,7 +85,13 @@ replayssm_status make_problem(const replayssm_geometry* geometry, const replayss
   REPLAYSSM_RETURN_IF_ERROR(check_geometry(*geometry));
   REPLAYSSM_RETURN_IF_ERROR(check_config(*config));
   const replayssm_layout layout = make_layout(*geometry, *config);
-  *problem = {*geometry, *config, layout.ring_rows, layout.conv_rows, layout.conv_channels};
+  *problem = {*geometry,
+              *config,
+              layout.ring_rows,
+              layout.conv_rows,
+              layout.conv_channels,
+              layout.checkpoint_head_bytes,
+              layout.read_copy_head_bytes};
   return REPLAYSSM_OK;
 }
 
@@ -98,6 +104,11 @@ replayssm_status check_layer_op(const replayssm_exec* exec, const replayssm_geom
   REPLAYSSM_RETURN_IF_ERROR(check_table(table));
   if (layer->layer < 0 || layer->layer >= table->num_layers)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected 0..%d, got %d", table->num_layers - 1, layer->layer);
+  if (layer->first_head < 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "first_head: expected >= 0, got %d", layer->first_head);
+  if (problem->read_copy_head_bytes > 0 && !layer->read_copy.base)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected a read_copy buffer for read_copy='%s', got NULL",
+                replayssm_read_copy_name(config->read_copy));
   return check_rows(rows);
 }
 
@@ -136,6 +147,17 @@ replayssm_status check_step_args(const Problem& problem, const replayssm_scan_ar
   if (args->max_count > limit)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
                 limit, args->max_count);
+  return REPLAYSSM_OK;
+}
+
+// The baselines keep the state as engines do: in one plain format.
+replayssm_status check_conventional(const char* op, const Problem& problem) {
+  const replayssm_config& c = problem.config;
+  if (c.checkpoint > REPLAYSSM_CHECKPOINT_FP16 || c.read_copy != REPLAYSSM_READ_COPY_NONE)
+    return fail(REPLAYSSM_UNSUPPORTED,
+                "%s: expected checkpoint='fp32', 'bf16' or 'fp16' and read_copy='none', got checkpoint='%s', "
+                "read_copy='%s'",
+                op, replayssm_checkpoint_name(c.checkpoint), replayssm_read_copy_name(c.read_copy));
   return REPLAYSSM_OK;
 }
 
@@ -221,7 +243,8 @@ replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void*
           at(layout->b_ring),
           at(layout->delta_ring),
           at(layout->conv_ring),
-          layer};
+          layer,
+          0};
   return REPLAYSSM_OK;
 }
 
@@ -384,6 +407,7 @@ replayssm_status replayssm_conventional_step(const replayssm_exec* exec, const r
                                              const replayssm_scan_args* args) {
   Problem problem;
   REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_conventional("conventional_step", problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
   if (rows == 0) return REPLAYSSM_OK;
@@ -396,6 +420,7 @@ replayssm_status replayssm_conventional_verify(const replayssm_exec* exec, const
                                                const replayssm_scan_args* args, const replayssm_buffer* snapshots) {
   Problem problem;
   REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_conventional("conventional_verify", problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
   REPLAYSSM_RETURN_IF_ERROR(check_snapshots(problem, snapshots));

@@ -4,13 +4,8 @@
 // how a commit moves a cursor.
 #pragma once
 
+#include "host_device.h"
 #include "ops.h"
-
-#ifdef __CUDACC__
-#define REPLAYSSM_HOST_DEVICE __host__ __device__
-#else
-#define REPLAYSSM_HOST_DEVICE
-#endif
 
 namespace replayssm {
 
@@ -143,7 +138,9 @@ REPLAYSSM_HOST_DEVICE inline void count_traffic(const replayssm_plan_row& row, i
   const bool flush = use == REPLAYSSM_STEPPED && (row.flags & REPLAYSSM_ROW_FLUSH);
   added[REPLAYSSM_COUNT_TOKENS] += accepted;
   added[REPLAYSSM_COUNT_FLUSHES] += flush;
-  added[REPLAYSSM_COUNT_STATE_READS] += !(row.flags & REPLAYSSM_ROW_EMPTY);
+  const bool reads = !(row.flags & REPLAYSSM_ROW_EMPTY);
+  added[REPLAYSSM_COUNT_STATE_READS] += reads;
+  added[REPLAYSSM_COUNT_STEP_READS] += reads && use == REPLAYSSM_STEPPED && !flush;
   added[REPLAYSSM_COUNT_STATE_WRITES] += use == REPLAYSSM_SNAPSHOTTED ? row.count : flush || use == REPLAYSSM_FOLDED;
   added[REPLAYSSM_COUNT_RECORD_READS] += use == REPLAYSSM_SNAPSHOTTED ? 0 : row.history;
   added[REPLAYSSM_COUNT_RECORD_WRITES] += use == REPLAYSSM_STEPPED ? row.count : 0;

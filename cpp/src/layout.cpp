@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "formats.h"
+
 namespace replayssm {
 namespace {
 
@@ -15,6 +17,18 @@ int64_t align_up(int64_t bytes) { return (bytes + kSectionAlignment - 1) / kSect
 template <size_t count>
 const char* name_of(int32_t code, const char* const (&names)[count]) {
   return code >= 0 && code < static_cast<int32_t>(count) ? names[code] : nullptr;
+}
+
+int64_t checkpoint_head_bytes(const replayssm_geometry& g, int32_t format) {
+  if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
+  return int64_t{g.head_dim} * g.state_dim * dtype_bytes(checkpoint_dtype(format));
+}
+
+int64_t read_copy_head_bytes(const replayssm_geometry& g, int32_t format) {
+  if (format == REPLAYSSM_READ_COPY_FP8) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
+  if (format == REPLAYSSM_READ_COPY_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
+  return 0;
 }
 
 }  // namespace
@@ -41,6 +55,7 @@ int32_t checkpoint_dtype(int32_t format) {
     case REPLAYSSM_CHECKPOINT_BF16:
       return REPLAYSSM_BF16;
     case REPLAYSSM_CHECKPOINT_FP16:
+    case REPLAYSSM_CHECKPOINT_FP16_SR:
       return REPLAYSSM_FP16;
     default:
       return REPLAYSSM_FP32;
@@ -70,14 +85,17 @@ replayssm_status check_config(const replayssm_config& c) {
                 std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS), REPLAYSSM_MAX_STEP_TOKENS, c.max_step_tokens);
   if (!replayssm_checkpoint_name(c.checkpoint))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "checkpoint: unknown format code %d", c.checkpoint);
-  if (c.checkpoint > REPLAYSSM_CHECKPOINT_FP16)
-    return fail(REPLAYSSM_UNSUPPORTED, "checkpoint='%s' is not implemented; available: 'fp32', 'bf16', 'fp16'",
-                replayssm_checkpoint_name(c.checkpoint));
   if (!replayssm_read_copy_name(c.read_copy))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "read_copy: unknown format code %d", c.read_copy);
-  if (c.read_copy != REPLAYSSM_READ_COPY_NONE)
-    return fail(REPLAYSSM_UNSUPPORTED, "read_copy='%s' is not implemented; available: 'none'",
+  // A copy pays by being smaller than what it stands for.
+  if (c.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4 && c.read_copy != REPLAYSSM_READ_COPY_NONE)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "read_copy: expected 'none' with checkpoint='nvfp4', got '%s': no copy is smaller than that checkpoint",
                 replayssm_read_copy_name(c.read_copy));
+  if (c.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR && c.read_copy == REPLAYSSM_READ_COPY_FP8)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that "
+                "checkpoint");
   if (!replayssm_dtype_name(c.activation))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "activation: unknown dtype code %d", c.activation);
   return REPLAYSSM_OK;
@@ -90,6 +108,9 @@ replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config
   layout.conv_rows = g.conv_kernel - 1 + c.max_step_tokens;
   layout.conv_channels = g.num_heads * g.head_dim + 2 * g.num_groups * g.state_dim;
 
+  layout.checkpoint_head_bytes = checkpoint_head_bytes(g, c.checkpoint);
+  layout.read_copy_head_bytes = read_copy_head_bytes(g, c.read_copy);
+
   const int64_t H = g.num_heads, P = g.head_dim, G = g.num_groups, N = g.state_dim, R = layout.ring_rows;
   const int64_t activation = dtype_bytes(c.activation);
   int64_t end = 0;
@@ -97,8 +118,8 @@ replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config
     section = {end, bytes};
     end = align_up(end + bytes);
   };
-  place(layout.checkpoint, H * P * N * dtype_bytes(checkpoint_dtype(c.checkpoint)));
-  place(layout.read_copy, 0);
+  place(layout.checkpoint, H * layout.checkpoint_head_bytes);
+  place(layout.read_copy, H * layout.read_copy_head_bytes);
   place(layout.x_ring, H * R * P * activation);
   place(layout.b_ring, G * R * N * activation);
   place(layout.delta_ring, H * R * 4);

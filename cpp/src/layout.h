@@ -13,7 +13,7 @@ replayssm_status check_config(const replayssm_config&);
 replayssm_layout make_layout(const replayssm_geometry&, const replayssm_config&);
 
 int64_t dtype_bytes(int32_t dtype);
-// The dtype in which a plain checkpoint format stores a value.
+// The dtype in which a plain checkpoint format (FP32, BF16, FP16, FP16_SR) stores a value.
 int32_t checkpoint_dtype(int32_t checkpoint_format);
 
 }  // namespace replayssm

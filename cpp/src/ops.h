@@ -19,6 +19,8 @@ struct Problem {
   int32_t ring_rows;
   int32_t conv_rows;
   int32_t conv_channels;
+  int64_t checkpoint_head_bytes;  // of a head's chunk; 0: no such section
+  int64_t read_copy_head_bytes;
 };
 
 inline const replayssm_plan_header* plan_header(const void* plan) {

@@ -34,7 +34,9 @@ static void test_layout(void) {
   CHECK(strstr(replayssm_last_error(), "max_step_tokens: expected 1..5") != NULL);
   wrong = config;
   wrong.checkpoint = REPLAYSSM_CHECKPOINT_NVFP4;
-  CHECK(replayssm_layout_init(&geometry, &wrong, &layout) == REPLAYSSM_UNSUPPORTED);
+  wrong.read_copy = REPLAYSSM_READ_COPY_NVFP4;
+  CHECK(replayssm_layout_init(&geometry, &wrong, &layout) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "read_copy: expected 'none' with checkpoint='nvfp4'") != NULL);
   CHECK(sizeof(replayssm_cursor) == 32 && sizeof(replayssm_plan_row) == 64 && sizeof(replayssm_plan_header) == 64);
   CHECK(sizeof(replayssm_error) == 32);
 }
@@ -65,6 +67,36 @@ static void test_table(void) {
           REPLAYSSM_OK);
     CHECK(status.code == REPLAYSSM_ROW_SLOT_RANGE && status.row == 1 && status.given == 7 && status.expected == 5);
   }
+}
+
+static void test_formats(void) {
+  replayssm_layout layout;
+  replayssm_config formats = config;
+  formats.checkpoint = REPLAYSSM_CHECKPOINT_FP8_SR;
+  formats.read_copy = REPLAYSSM_READ_COPY_NVFP4;
+  CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
+  CHECK(layout.checkpoint_head_bytes == P * N + P * 4 && layout.checkpoint.bytes == H * layout.checkpoint_head_bytes);
+  CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 16 + 16);
+  CHECK(layout.read_copy.offset >= layout.checkpoint.bytes && layout.read_copy.offset % 256 == 0);
+
+  /* What a caller that lays out its own sections may get wrong. */
+  char memory[256] = {0}, plan[256] = {0};
+  replayssm_cursor cursor = {0};
+  replayssm_error error = {0};
+  int64_t counters[REPLAYSSM_NUM_COUNTERS] = {0};
+  const replayssm_table table = {&cursor, &error, counters, NULL, 1, 1};
+  const replayssm_scan_args none = {0};
+  replayssm_layer layer = {.checkpoint = {memory, 0}, .read_copy = {NULL, 0}};
+  CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "expected a read_copy buffer for read_copy='nvfp4', got NULL") != NULL);
+  layer.read_copy.base = memory;
+  layer.first_head = -1;
+  CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "first_head: expected >= 0, got -1") != NULL);
+  layer.first_head = 3;
+  CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_OK);
+  CHECK(replayssm_conventional_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none) ==
+        REPLAYSSM_UNSUPPORTED);
 }
 
 static void test_decoding(void) {
@@ -190,8 +222,9 @@ int main(void) {
   srand(7);
   test_layout();
   test_table();
+  test_formats();
   test_decoding();
   test_cursors();
-  puts("core_test: layout, decoding and cursors are right");
+  puts("core_test: layout, formats, decoding and cursors are right");
   return 0;
 }

@@ -13,10 +13,12 @@ class CausalConv final : public Plugin {
 
   CausalConv(const char* node, FieldValues values) : Plugin(kName, kKind, node, std::move(values)) {
     const int64_t channels = conv_channels();
-    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}},
-               {"in", TensorType::kActivation, {kRows, kTokens, at_least(values_.in_offset + channels)}},
-               {"weight", TensorType::kFloat, {exactly(channels), exactly(settings_.geometry.conv_kernel)}},
-               {"bias", TensorType::kFloat, {exactly(channels)}}};
+    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}}};
+    add_table(false);
+    inputs_.insert(inputs_.end(),
+                   {{"in", TensorType::kActivation, {kRows, kTokens, at_least(values_.in_offset + channels)}},
+                    {"weight", TensorType::kFloat, {exactly(channels), exactly(settings_.geometry.conv_kernel)}},
+                    {"bias", TensorType::kFloat, {exactly(channels)}}});
     outputs_ = {{"out", TensorType::kActivation, {kRows, kTokens, exactly(channels)}}};
     if (state_io() != StateIo::kAlias) outputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
     add_state(state_io() == StateIo::kAlias);
@@ -26,15 +28,15 @@ class CausalConv final : public Plugin {
   Plugin* copy() const override { return new CausalConv(node_.c_str(), values_); }
 
   void run(const Call& call) const override {
-    const replayssm_layer layer = layer_of(call);
-    const replayssm_table table = table_of(call);
-    const replayssm_conv_args args = {columns(call, 1, values_.in_offset, 0),
-                                      vector(call, 2),
+    const replayssm_layer slots = layer(call);
+    const replayssm_table shared = table(call);
+    const replayssm_conv_args args = {columns(call, 2, values_.in_offset, 0),
                                       vector(call, 3),
+                                      vector(call, 4),
                                       {call.outputs[0], settings_.config.activation, {conv_channels(), 1}},
                                       int64_t{call.rows} * call.tokens,
                                       call.tokens};
-    check(replayssm_conv_step(&call.exec, &settings_.geometry, &settings_.config, &layer, &table, call.inputs[0],
+    check(replayssm_conv_step(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                               call.rows, &args));
   }
 };

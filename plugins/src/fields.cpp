@@ -43,9 +43,10 @@ const FieldSpec kFields[] = {
     {"seed", &FieldValues::seed, kAllKinds},
     {"num_slots", &FieldValues::num_slots, kAllKinds},
     {"state_io", &FieldValues::state_io, kAllKinds},
-    {"num_layers", &FieldValues::num_layers, kPlan},
+    {"num_layers", &FieldValues::num_layers, kAllKinds},
     {"layer", &FieldValues::layer, kLayerKinds},
     {"slot_stride", &FieldValues::slot_stride, kLayerKinds},
+    {"first_head", &FieldValues::first_head, kFlush | kStep},
     {"in_offset", &FieldValues::in_offset, kConv},
     {"dt_offset", &FieldValues::dt_offset, kStep},
     {"dt_min", &FieldValues::dt_min, kStep},
@@ -215,14 +216,13 @@ Settings::Settings(PluginKind kind, const FieldValues& values) {
   state_io = static_cast<StateIo>(code_of("state_io", values.state_io, state_io_name));
   if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) throw Refusal(replayssm_last_error());
   require_range("num_slots", values.num_slots, 1, INT32_MAX);
-  if (kind == kPlan) {
-    require_range("num_layers", values.num_layers, 1, INT32_MAX);
-    if (replayssm_table_bytes(values.num_slots, values.num_layers) / 4 > INT32_MAX)
-      throw Refusal("num_slots: a table of " + std::to_string(values.num_slots) + " slots and " +
-                    std::to_string(values.num_layers) + " layers is too large for a tensor");
-    return;
-  }
-  require_range("layer", values.layer, 0, INT32_MAX - 1);
+  require_range("num_layers", values.num_layers, 1, INT32_MAX);
+  if (replayssm_table_bytes(values.num_slots, values.num_layers) / 4 > INT32_MAX)
+    throw Refusal("num_slots: a table of " + std::to_string(values.num_slots) + " slots and " +
+                  std::to_string(values.num_layers) + " layers is too large for a tensor");
+  if (kind == kPlan) return;
+  require_range("layer", values.layer, 0, values.num_layers - 1);
+  require_range("first_head", values.first_head, 0, INT32_MAX);
   if (values.slot_stride != 0) {
     if (values.slot_stride < layout.slot_stride || values.slot_stride % 256 != 0)
       throw Refusal("slot_stride: expected 0 (the layout's) or a multiple of 256, at least the layout's " +

@@ -30,7 +30,7 @@ struct FieldValues {
   std::string checkpoint, read_copy, activation, seed;
   int32_t num_slots = 0;
   std::string state_io;
-  int32_t num_layers = 0, layer = 0, slot_stride = 0, in_offset = 0, dt_offset = 0;
+  int32_t num_layers = 0, layer = 0, slot_stride = 0, first_head = 0, in_offset = 0, dt_offset = 0;
   float dt_min = 0, dt_max = 0;
 };
 

@@ -12,8 +12,9 @@ class Flush final : public Plugin {
   static constexpr PluginKind kKind = kFlush;
 
   Flush(const char* node, FieldValues values) : Plugin(kName, kKind, node, std::move(values)) {
-    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}},
-               {"A_log", TensorType::kFloat, {exactly(settings_.geometry.num_heads)}}};
+    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}}};
+    add_table(false);
+    inputs_.push_back({"A_log", TensorType::kFloat, {exactly(settings_.geometry.num_heads)}});
     if (state_io() != StateIo::kAlias) {
       inputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
       outputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
@@ -25,11 +26,11 @@ class Flush final : public Plugin {
   Plugin* copy() const override { return new Flush(node_.c_str(), values_); }
 
   void run(const Call& call) const override {
-    const replayssm_layer layer = layer_of(call);
-    const replayssm_table table = table_of(call);
-    const replayssm_tensor A_log = vector(call, 1);
-    check(replayssm_flush(&call.exec, &settings_.geometry, &settings_.config, &layer, &table, call.inputs[0], call.rows,
-                          &A_log));
+    const replayssm_layer slots = layer(call);
+    const replayssm_table shared = table(call);
+    const replayssm_tensor A_log = vector(call, 2);
+    check(replayssm_flush(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
+                          call.rows, &A_log));
   }
 };
 

@@ -18,16 +18,15 @@ class Plan final : public Plugin {
                {"token_ids", TensorType::kIndex, {kRows, kTokens}}};
     outputs_ = {{"plan", TensorType::kInt32, {kPlanWords}},
                 {"status", TensorType::kInt32, {exactly(sizeof(replayssm_error) / 4)}}};
-    add_memory("table", "table'", {exactly(replayssm_table_bytes(values_.num_slots, values_.num_layers) / 4)}, true);
+    add_table(true);
   }
 
  private:
   Plugin* copy() const override { return new Plan(node_.c_str(), values_); }
 
   void run(const Call& call) const override {
-    replayssm_table table;
-    check(replayssm_table_from_buffer(memory(call), values_.num_slots, values_.num_layers, &table));
-    check(replayssm_plan_next(&call.exec, &settings_.geometry, &settings_.config, &table, call.input<int32_t>(0),
+    const replayssm_table shared = table(call);
+    check(replayssm_plan_next(&call.exec, &settings_.geometry, &settings_.config, &shared, call.input<int32_t>(0),
                               call.input<int32_t>(1), call.input<int32_t>(2), call.rows, call.tokens, call.outputs[0],
                               static_cast<replayssm_error*>(call.outputs[1])));
   }

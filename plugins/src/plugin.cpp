@@ -16,8 +16,7 @@ using nvinfer1::DataType;
 using nvinfer1::Dims;
 using nvinfer1::DimsExprs;
 
-constexpr size_t kWorkspaceBytes = 64;  // an error word
-constexpr int64_t kWordBytes = 4;       // of the INT32 tensors that hold a plan, a table or slots
+constexpr int64_t kWordBytes = 4;  // of the INT32 tensors that hold a plan, a table or slots
 
 int64_t plan_words(int64_t rows) { return replayssm_plan_bytes(static_cast<int32_t>(rows)) / kWordBytes; }
 
@@ -104,54 +103,60 @@ Plugin::Plugin(const char* name, PluginKind kind, const char* node, FieldValues 
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 
-void Plugin::add_memory(const char* name, const char* output_name, std::vector<Dim> shape, bool output) {
-  memory_input_ = static_cast<int32_t>(inputs_.size());
+int32_t Plugin::add_memory(const char* name, const char* output_name, std::vector<Dim> shape, bool returned) {
+  const auto input = static_cast<int32_t>(inputs_.size());
   if (state_io() == StateIo::kHostPointer) {
     inputs_.push_back({name, TensorType::kInt64, {exactly(1)}});
-    return;
+    return input;
   }
   inputs_.push_back({name, TensorType::kInt32, shape});
-  if (!output) return;
-  memory_output_ = static_cast<int32_t>(outputs_.size());
-  outputs_.push_back({output_name, TensorType::kInt32, std::move(shape)});
+  if (returned) {
+    returned_input_ = input;
+    returned_output_ = static_cast<int32_t>(outputs_.size());
+    outputs_.push_back({output_name, TensorType::kInt32, std::move(shape)});
+  }
+  return input;
 }
 
-void Plugin::add_state(bool output) {
-  add_memory("state", "state'", {exactly(values_.num_slots), exactly(settings_.layout.slot_stride / kWordBytes)},
-             output);
+void Plugin::add_table(bool returned) {
+  const int64_t words = replayssm_table_bytes(values_.num_slots, values_.num_layers) / kWordBytes;
+  table_input_ = add_memory("table", "table'", {exactly(words)}, returned);
 }
 
-void* Plugin::memory(const Call& call) const {
-  const char* const name = inputs_[memory_input_].name;
+void Plugin::add_state(bool returned) {
+  const int64_t words = settings_.layout.slot_stride / kWordBytes;
+  state_input_ = add_memory("state", "state'", {exactly(values_.num_slots), exactly(words)}, returned);
+}
+
+void* Plugin::address(const Call& call, int32_t input) const {
+  const std::string name = inputs_[input].name;
   if (state_io() == StateIo::kHostPointer) {
     void* address = nullptr;
-    std::memcpy(&address, call.inputs[memory_input_], sizeof(address));
-    if (!address) throw Refusal(std::string(name) + ": expected a device address, got 0");
+    std::memcpy(&address, call.inputs[input], sizeof(address));
+    if (!address) throw Refusal(name + ": expected a device address, got 0");
     return address;
   }
-  void* const address = const_cast<void*>(call.inputs[memory_input_]);
-  if (memory_output_ >= 0 && call.outputs[memory_output_] != address) {
+  void* const address = const_cast<void*>(call.inputs[input]);
+  if (input == returned_input_ && call.outputs[returned_output_] != address) {
     char given[96];
-    std::snprintf(given, sizeof(given), "%p, got %p", address, call.outputs[memory_output_]);
-    throw Refusal(std::string(outputs_[memory_output_].name) + ": expected the address of the input " + name + ", " +
+    std::snprintf(given, sizeof(given), "%p, got %p", address, call.outputs[returned_output_]);
+    throw Refusal(std::string(outputs_[returned_output_].name) + ": expected the address of the input " + name + ", " +
                   given);
   }
   return address;
 }
 
-replayssm_layer Plugin::layer_of(const Call& call) const {
-  replayssm_layer layer;
-  check(replayssm_layer_from_blob(&settings_.layout, memory(call), values_.layer, &layer));
-  return layer;
+replayssm_table Plugin::table(const Call& call) const {
+  replayssm_table table;
+  check(replayssm_table_from_buffer(address(call, table_input_), values_.num_slots, values_.num_layers, &table));
+  return table;
 }
 
-replayssm_table Plugin::table_of(const Call& call) const {
-  return {static_cast<replayssm_cursor*>(call.workspace),
-          static_cast<replayssm_error*>(call.workspace),
-          static_cast<int64_t*>(call.workspace),
-          nullptr,
-          values_.num_slots,
-          values_.layer + 1};
+replayssm_layer Plugin::layer(const Call& call) const {
+  replayssm_layer layer;
+  check(replayssm_layer_from_blob(&settings_.layout, address(call, state_input_), values_.layer, &layer));
+  layer.first_head = values_.first_head;
+  return layer;
 }
 
 replayssm_tensor Plugin::vector(const Call& call, int32_t input) {
@@ -374,13 +379,8 @@ int32_t Plugin::configurePlugin(const nvinfer1::DynamicPluginTensorDesc* inputs,
   return good ? 0 : -1;
 }
 
-size_t Plugin::getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc*, int32_t,
-                                const nvinfer1::DynamicPluginTensorDesc*, int32_t) const noexcept {
-  return kind_ == kPlan ? 0 : kWorkspaceBytes;
-}
-
 int32_t Plugin::getAliasedInput(int32_t output) noexcept {
-  return state_io() == StateIo::kAlias && output >= 0 && output == memory_output_ ? memory_input_ : -1;
+  return state_io() == StateIo::kAlias && output >= 0 && output == returned_output_ ? returned_input_ : -1;
 }
 
 int32_t Plugin::onShapeChange(const nvinfer1::PluginTensorDesc* inputs, int32_t num_inputs,
@@ -395,8 +395,7 @@ int32_t Plugin::onShapeChange(const nvinfer1::PluginTensorDesc* inputs, int32_t 
 }
 
 int32_t Plugin::enqueue(const nvinfer1::PluginTensorDesc* in, const nvinfer1::PluginTensorDesc*,
-                        const void* const* inputs, void* const* outputs, void* workspace,
-                        cudaStream_t stream) noexcept {
+                        const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept {
   if (state_io() == StateIo::kHostPointer && is_building()) return 0;
   const bool good = guarded([&] {
     if (attached_ && !replayssm_has_cuda())
@@ -413,10 +412,8 @@ int32_t Plugin::enqueue(const nvinfer1::PluginTensorDesc* in, const nvinfer1::Pl
     for (size_t i = 0; i < outputs_.size(); ++i) {
       if (!outputs[i]) throw Refusal(std::string(outputs_[i].name) + ": expected an address, got none");
     }
-    if (kind_ != kPlan && !workspace) throw Refusal("workspace: expected 64 bytes, got none");
     if (sizes.rows > INT32_MAX || sizes.tokens > INT32_MAX) throw Refusal("shape: too large");
-    run({in, inputs, outputs, workspace, static_cast<int32_t>(sizes.rows), static_cast<int32_t>(sizes.tokens),
-         execution(stream)});
+    run({in, inputs, outputs, static_cast<int32_t>(sizes.rows), static_cast<int32_t>(sizes.tokens), execution(stream)});
   });
   return good ? 0 : -1;
 }

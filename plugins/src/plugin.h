@@ -39,7 +39,6 @@ struct Call {
   const nvinfer1::PluginTensorDesc* in;
   const void* const* inputs;
   void* const* outputs;
-  void* workspace;
   int32_t rows, tokens;  // B and S, -1 where no input shows them
   replayssm_exec exec;
 
@@ -73,9 +72,6 @@ class Plugin : public nvinfer1::IPluginV3,
                                  int32_t num_outputs) noexcept override;
   int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* inputs, int32_t num_inputs,
                           const nvinfer1::DynamicPluginTensorDesc* outputs, int32_t num_outputs) noexcept override;
-  size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc* inputs, int32_t num_inputs,
-                          const nvinfer1::DynamicPluginTensorDesc* outputs,
-                          int32_t num_outputs) const noexcept override;
   int32_t getAliasedInput(int32_t output) noexcept override;
   const char* getMetadataString() noexcept override { return metadata_.c_str(); }
   // Runtime
@@ -99,16 +95,12 @@ class Plugin : public nvinfer1::IPluginV3,
   int64_t conv_channels() const { return settings_.layout.conv_channels; }
   int64_t inner_channels() const { return int64_t{settings_.geometry.num_heads} * settings_.geometry.head_dim; }
 
-  // Adds the memory that lasts between executions: as the next input, and as the next output if `output` (never in
-  // host_pointer).
-  void add_memory(const char* name, const char* output_name, std::vector<Dim> shape, bool output);
-  void add_state(bool output);
-  void* memory(const Call& call) const;
-
-  // Of the layer plugins: the layer that the memory holds, and what stands in for the pool's table. A plan knows bad
-  // rows already; what a layer op could still report goes into the workspace and is not read.
-  replayssm_layer layer_of(const Call& call) const;
-  replayssm_table table_of(const Call& call) const;
+  // Memory that lasts between executions. A table comes as an input, and with `returned` as an output too; so does a
+  // layer's slots. In host_pointer either is an address, and never an output.
+  void add_table(bool returned);
+  void add_state(bool returned);
+  replayssm_table table(const Call& call) const;
+  replayssm_layer layer(const Call& call) const;
 
   static replayssm_tensor vector(const Call& call, int32_t input);
   // The columns from `offset` on of an input [rows, tokens, columns], with a second stride of `inner`.
@@ -131,14 +123,17 @@ class Plugin : public nvinfer1::IPluginV3,
   void require_counts(int32_t num_inputs, int32_t num_outputs) const;
   bool accepts(TensorType expected, nvinfer1::DataType given) const;
   nvinfer1::DataType activation() const;
+  int32_t add_memory(const char* name, const char* output_name, std::vector<Dim> shape, bool returned);
+  void* address(const Call& call, int32_t input) const;
 
   const char* name_;
   PluginKind kind_;
   std::string metadata_;
   std::vector<nvinfer1::PluginField> fields_;
   nvinfer1::PluginFieldCollection collection_{};
-  int32_t memory_input_ = -1, memory_output_ = -1;
-  bool attached_ = false;  // to an execution context (or a builder)
+  int32_t table_input_ = -1, state_input_ = -1;
+  int32_t returned_input_ = -1, returned_output_ = -1;  // of the table or the state
+  bool attached_ = false;                               // to an execution context (or a builder)
 };
 
 // The creators, one a plugin; made once and never destroyed, since a registry may outlive this library's static

@@ -14,14 +14,16 @@ class Step final : public Plugin {
 
   Step(const char* node, FieldValues values) : Plugin(kName, kKind, node, std::move(values)) {
     const Dim heads = exactly(settings_.geometry.num_heads);
-    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}},
-               {"xBC", TensorType::kActivation, {kRows, kTokens, exactly(conv_channels())}},
-               {"dt",
-                TensorType::kFloat,
-                {kRows, kTokens, at_least(int64_t{values_.dt_offset} + settings_.geometry.num_heads)}},
-               {"A_log", TensorType::kFloat, {heads}},
-               {"D", TensorType::kFloat, {heads}},
-               {"dt_bias", TensorType::kFloat, {heads}}};
+    inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}}};
+    add_table(false);
+    inputs_.insert(inputs_.end(),
+                   {{"xBC", TensorType::kActivation, {kRows, kTokens, exactly(conv_channels())}},
+                    {"dt",
+                     TensorType::kFloat,
+                     {kRows, kTokens, at_least(int64_t{values_.dt_offset} + settings_.geometry.num_heads)}},
+                    {"A_log", TensorType::kFloat, {heads}},
+                    {"D", TensorType::kFloat, {heads}},
+                    {"dt_bias", TensorType::kFloat, {heads}}});
     if (state_io() != StateIo::kAlias) inputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
     outputs_ = {{"out", TensorType::kActivation, {kRows, kTokens, exactly(inner_channels())}}};
     add_state(true);
@@ -32,16 +34,16 @@ class Step final : public Plugin {
 
   void run(const Call& call) const override {
     const auto& [H, P, G, N, K] = settings_.geometry;
-    const replayssm_layer layer = layer_of(call);
-    const replayssm_table table = table_of(call);
+    const replayssm_layer slots = layer(call);
+    const replayssm_table shared = table(call);
     const replayssm_scan_args args = {
-        columns(call, 1, 0, P),
-        columns(call, 1, inner_channels(), N),
-        columns(call, 1, inner_channels() + int64_t{G} * N, N),
-        columns(call, 2, values_.dt_offset, 1),
-        vector(call, 3),
+        columns(call, 2, 0, P),
+        columns(call, 2, inner_channels(), N),
+        columns(call, 2, inner_channels() + int64_t{G} * N, N),
+        columns(call, 3, values_.dt_offset, 1),
         vector(call, 4),
         vector(call, 5),
+        vector(call, 6),
         {call.outputs[0], settings_.config.activation, {inner_channels(), P}},
         values_.dt_min,
         values_.dt_max,
@@ -49,10 +51,10 @@ class Step final : public Plugin {
         call.tokens,
     };
     if (call.tokens <= settings_.config.max_step_tokens) {
-      check(replayssm_step(&call.exec, &settings_.geometry, &settings_.config, &layer, &table, call.inputs[0],
+      check(replayssm_step(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                            call.rows, &args, /*flushed=*/1));
     } else {
-      check(replayssm_prefill(&call.exec, &settings_.geometry, &settings_.config, &layer, &table, call.inputs[0],
+      check(replayssm_prefill(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                               call.rows, &args));
     }
   }

@@ -117,8 +117,10 @@ Fields fields_of(const Case& c) {
   fields.set("window", s.L).set("max_step_tokens", s.T).set("checkpoint", "fp32").set("read_copy", "none");
   fields.set("activation", activation_name(c.activation)).set("seed", "18446744073709551615");
   fields.set("num_slots", s.slots).set("state_io", c.state_io.c_str());
-  if (c.plugin == "ReplaySsmPlan") return fields.set("num_layers", s.layers);
+  fields.set("num_layers", s.layers);
+  if (c.plugin == "ReplaySsmPlan") return fields;
   fields.set("layer", 2).set("slot_stride", 0);
+  if (c.plugin != "ReplayCausalConv") fields.set("first_head", 96);
   if (c.plugin == "ReplayCausalConv") fields.set("in_offset", static_cast<int32_t>(s.offset));
   if (c.plugin == "ReplaySsmStep")
     fields.set("dt_offset", static_cast<int32_t>(s.offset)).set("dt_min", 0.25f).set("dt_max", INFINITY);
@@ -136,8 +138,8 @@ Case make_case(const std::string& plugin, const std::string& state_io, DataType 
   const int64_t words = replayssm_plan_bytes(static_cast<int32_t>(B)) / 4;
   const auto i32 = DataType::kINT32;
   const Tensor order = {i32, {1}};
-  Tensor state = {i32, {s.slots, layout_of(c).slot_stride / 4}};
-  if (plugin == "ReplaySsmPlan") state = {i32, {replayssm_table_bytes(s.slots, s.layers) / 4}};
+  const Tensor table = {i32, {replayssm_table_bytes(s.slots, s.layers) / 4}};
+  const Tensor state = plugin == "ReplaySsmPlan" ? table : Tensor{i32, {s.slots, layout_of(c).slot_stride / 4}};
   const Tensor memory = pointer ? Tensor{DataType::kINT64, {1}} : state;
   bool returns_state = alias;
   if (plugin == "ReplaySsmPlan") {
@@ -159,6 +161,7 @@ Case make_case(const std::string& plugin, const std::string& state_io, DataType 
     c.outputs = {{activation, {B, S, H * s.P}}};
     returns_state = !pointer;
   }
+  if (plugin != "ReplaySsmPlan") c.inputs.insert(c.inputs.begin() + 1, pointer ? memory : table);
   c.state_input = static_cast<int32_t>(c.inputs.size());
   c.inputs.push_back(memory);
   if (returns_state) {
@@ -373,7 +376,7 @@ void test_legal_answers() {
       const bool aliased = c.state_io == "alias" && output >= 0 && output == c.state_output;
       CHECK(made.build->getAliasedInput(output) == (aliased ? c.state_input : -1));
     }
-    CHECK(made.build->getWorkspaceSize(nullptr, 0, nullptr, 0) <= 64);
+    CHECK(made.build->getWorkspaceSize(nullptr, 0, nullptr, 0) == 0);
     CHECK(made.build->getNbTactics() == 0 && made.runtime->setTactic(0) == 0);
     for (size_t i = 0; i < c.inputs.size(); ++i) {  // exactly the types that the documentation lists
       for (const DataType type : kTypes) {
@@ -381,9 +384,9 @@ void test_legal_answers() {
         other.inputs[i].type = type;
         const DataType own = c.inputs[i].type;
         const bool is_float = type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
-        const bool any_float = (c.plugin == "ReplayCausalConv" && (i == 2 || i == 3)) ||
-                               (c.plugin == "ReplaySsmFlush" && i == 1) ||
-                               (c.plugin == "ReplaySsmStep" && i >= 2 && i <= 5);
+        const bool any_float = (c.plugin == "ReplayCausalConv" && (i == 3 || i == 4)) ||
+                               (c.plugin == "ReplaySsmFlush" && i == 2) ||
+                               (c.plugin == "ReplaySsmStep" && i >= 3 && i <= 6);
         const bool index = c.plugin == "ReplaySsmPlan" && i == 3;
         const bool legal = any_float ? is_float : index ? type == DataType::kINT32 || type == own : type == own;
         CHECK(other.types() == legal && other.formats(static_cast<int32_t>(i)) == legal);
@@ -420,7 +423,7 @@ void test_illegal_combinations() {
       case 3: {  // elements less somewhere; 4 are more than `in` has to spare
         const size_t d = below(tensor.shape.size());
         const bool only_one_with_tokens =
-            (c.plugin == "ReplaySsmPlan" && at == 3) || (c.plugin == "ReplayCausalConv" && at == 1);
+            (c.plugin == "ReplaySsmPlan" && at == 3) || (c.plugin == "ReplayCausalConv" && at == 2);
         if (d == 1 && only_one_with_tokens) continue;  // any number is legal
         tensor.shape[d] -= d == 2 ? 4 : 1;
         break;
@@ -525,16 +528,16 @@ void test_illegal_fields() {
     refuse(fields_of(c).set("seed", "-1").list(), "seed: expected decimal digits");
     refuse(fields_of(c).set("num_slots", 0).list(), "num_slots: expected");
     refuse(fields_of(c).set("state_io", "").list(), "state_io: expected one of");
-    if (c.plugin == "ReplaySsmPlan") {
-      refuse(fields_of(c).set("num_layers", 0).list(), "num_layers: expected");
-      refuse(fields_of(c).set("num_slots", INT32_MAX).list(), "num_slots: a table of");
-      continue;
-    }
+    refuse(fields_of(c).set("num_layers", 0).list(), "num_layers: expected");
+    refuse(fields_of(c).set("num_slots", INT32_MAX).list(), "num_slots: a table of");
+    if (c.plugin == "ReplaySsmPlan") continue;
     const int32_t stride = static_cast<int32_t>(layout_of(c).slot_stride);
     CHECK(create(creator, fields_of(c).set("slot_stride", stride + 256).list()));
     refuse(fields_of(c).set("slot_stride", stride - 256).list(), "slot_stride: expected");
     refuse(fields_of(c).set("slot_stride", stride + 128).list(), "slot_stride: expected");
-    refuse(fields_of(c).set("layer", -1).list(), "layer: expected");
+    refuse(fields_of(c).set("layer", -1).list(), "layer: expected 0..2");
+    refuse(fields_of(c).set("layer", 3).list(), "layer: expected 0..2");
+    if (c.plugin != "ReplayCausalConv") refuse(fields_of(c).set("first_head", -1).list(), "first_head: expected");
     if (c.plugin == "ReplayCausalConv") refuse(fields_of(c).set("in_offset", -1).list(), "in_offset: expected");
     if (c.plugin == "ReplaySsmStep") {
       refuse(fields_of(c).set("dt_offset", -8).list(), "dt_offset: expected");

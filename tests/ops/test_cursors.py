@@ -132,6 +132,7 @@ def test_standard_decoding_flushes_once_a_window(device):
         "state_writes": 2,
         "record_reads": records_read,
         "record_writes": 17,
+        "step_reads": 7,
         "state_bytes_read": 8 * state,
         "state_bytes_written": 2 * state,
         "record_bytes_read": records_read * record,

@@ -17,10 +17,10 @@ _ops = torch.ops.trtllm_replayssm
 
 
 def test_spec_text_tells_kinds_of_pools_apart():
-    spec = pool_spec(SMALL, CONFIG, 8, 3)
-    assert spec == "4 16 2 64 4 8 4 fp32 none fp32 0 8 3"
-    assert core_spec(spec) is core_spec(pool_spec(SMALL, CONFIG, 8, 3))
-    assert core_spec(spec) is not core_spec(pool_spec(SMALL, CONFIG, 8, 4))
+    spec = pool_spec(SMALL, CONFIG, 8, 3, 16)
+    assert spec == "4 16 2 64 4 8 4 fp32 none fp32 0 8 3 16"
+    assert core_spec(spec) is core_spec(pool_spec(SMALL, CONFIG, 8, 3, 16))
+    assert core_spec(spec) is not core_spec(pool_spec(SMALL, CONFIG, 8, 4, 16))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -5,12 +5,14 @@ import pickle
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from mixer import SMALL, SUPER
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, SlotLayout
+from trtllm_replayssm.window import step_bytes
 
 
 @pytest.mark.parametrize(
@@ -48,12 +50,22 @@ def test_geometry_refuses_by_name(change, error, match):
         (dict(max_step_tokens=5, window=4), ValueError, "max_step_tokens: expected 1..4 .* got 5"),
         (dict(checkpoint="fp64"), ValueError, "checkpoint: expected one of fp32, bf16, fp16, .* got 'fp64'"),
         (dict(checkpoint=None), TypeError, "checkpoint: expected a string, got None"),
-        (dict(checkpoint="fp16_sr"), NotImplementedError, "checkpoint='fp16_sr' .* available: 'fp32', 'bf16', 'fp16'"),
-        (dict(checkpoint="fp8_sr"), NotImplementedError, "checkpoint='fp8_sr' .* available: 'fp32', 'bf16', 'fp16'"),
-        (dict(checkpoint="nvfp4"), NotImplementedError, "checkpoint='nvfp4' .* available: 'fp32', 'bf16', 'fp16'"),
         (dict(read_copy="int8"), ValueError, "read_copy: expected one of none, fp8, nvfp4, got 'int8'"),
-        (dict(read_copy="fp8"), NotImplementedError, "read_copy='fp8' .* available: 'none'"),
-        (dict(read_copy="nvfp4"), NotImplementedError, "read_copy='nvfp4' .* available: 'none'"),
+        (
+            dict(checkpoint="nvfp4", read_copy="fp8"),
+            ValueError,
+            "read_copy: expected 'none' with checkpoint='nvfp4', got 'fp8': no copy is smaller than that checkpoint",
+        ),
+        (
+            dict(checkpoint="nvfp4", read_copy="nvfp4"),
+            ValueError,
+            "read_copy: expected 'none' with checkpoint='nvfp4', got 'nvfp4'",
+        ),
+        (
+            dict(checkpoint="fp8_sr", read_copy="fp8"),
+            ValueError,
+            "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that",
+        ),
         (dict(activation="fp8"), ValueError, "activation: expected one of fp32, bf16, fp16, got 'fp8'"),
         (dict(seed=-1), ValueError, "seed: expected 0..2.*64-1, got -1"),
         (dict(seed=2**64), ValueError, "seed: expected 0..2.*64-1, got 18446744073709551616"),
@@ -67,14 +79,61 @@ def test_config_refuses_by_name(change, error, match):
         ReplayConfig(**values | change)
 
 
-def test_window_auto_is_sixteen_or_twice_the_longest_step():
-    assert [ReplayConfig(max_step_tokens=t).window for t in (1, 4, 8, 9, 16)] == [16, 16, 16, 18, 32]
+WINDOWS = {  # window="auto" of the Super geometry with bf16 activations, for max_step_tokens 1, 2, 4, 8, 16
+    ("fp32", "none"): [24, 24, 32, 32, 32],
+    ("fp32", "fp8"): [32, 32, 32, 32, 32],
+    ("fp32", "nvfp4"): [32, 32, 32, 32, 32],
+    ("fp16", "none"): [16, 16, 24, 32, 32],
+    ("fp16_sr", "nvfp4"): [24, 24, 32, 32, 32],
+    ("fp8_sr", "none"): [8, 16, 16, 24, 32],
+    ("fp8_sr", "nvfp4"): [16, 16, 24, 32, 32],
+    ("nvfp4", "none"): [8, 8, 16, 24, 32],
+}
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", WINDOWS)
+def test_auto_window_moves_the_fewest_bytes(checkpoint, read_copy):
+    chosen = []
+    for tokens in (1, 2, 4, 8, 16):
+        config = ReplayConfig(max_step_tokens=tokens, checkpoint=checkpoint, read_copy=read_copy)
+        assert config.window == "auto"
+        chosen.append(SlotLayout(SUPER, config).config.window)
+    assert chosen == WINDOWS[checkpoint, read_copy]
+
+
+def test_bytes_of_a_step_by_hand():
+    """One token a step: L - 1 reads of the copy and a flush every L steps; records read 1 + ... + L, one written."""
+    record, checkpoint, copy = 18.5 * 1024, 2 << 20, 128 * (64 * 128 // 2 + 64 * 8 + 16)
+    cycle = 23 * copy + (2 * checkpoint + copy) + record * (24 * 25 // 2 + 24)
+    config = ReplayConfig(window=24, checkpoint="fp16", read_copy="nvfp4")
+    assert step_bytes(SUPER, config) == pytest.approx(cycle / 24, rel=1e-12)
+
+
+def test_bytes_of_a_verification_against_a_simulation():
+    """Random acceptance, 1..T equally likely, of 4 tokens a step."""
+    rng, history, moved, steps = np.random.default_rng(0), 0, 0, 200_000
+    record, state = 18.5 * 1024, 4 << 20
+    for accepted in rng.integers(1, 5, steps):
+        flush = history > 0 and history + 4 > 16
+        moved += (2 * state if flush else state) + (history + 4) * record
+        history = accepted + (0 if flush else history)
+    assert step_bytes(SUPER, ReplayConfig(window=16, max_step_tokens=4)) == pytest.approx(moved / steps, rel=1e-3)
+
+
+def test_auto_window_needs_a_geometry():
+    with pytest.raises(ValueError, match='window: expected a number, got "auto"'):
+        ReplayConfig().core  # noqa: B018
+    with pytest.warns(UserWarning) as caught:
+        given = ReplayConfig(checkpoint="bf16")
+        config = SlotLayout(SUPER, given).config
+        assert len(caught) == 1
+        assert config == replace(given, window=16)
 
 
 def test_config_warns_of_what_ruins_speed_or_accuracy():
     with pytest.warns(UserWarning, match=r"window 7 < 2 \* max_step_tokens \(8\)"):
         ReplayConfig(window=7, max_step_tokens=4)
-    with pytest.warns(UserWarning, match='checkpoint "bf16" drops small updates'):
+    with pytest.warns(UserWarning, match='checkpoint "bf16" drops small updates .* measure the drift'):
         ReplayConfig(checkpoint="bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -353,8 +353,8 @@ def test_misshapen_states(device):
     pool.reset([0, 1])
     state, tail = pool.materialize(0, [0, 1])
     for arguments, error, match in [
-        ((0, [0], state, tail), ValueError, r"state: expected a contiguous tensor of shape \(1, 4, 16, 64\)"),
-        ((0, [0, 1], state, tail[:, 1:]), ValueError, "conv_tail: expected a contiguous tensor of shape"),
+        ((0, [0], state, tail), ValueError, r"state: expected shape \(1, 4, 16, 64\), got \(2, 4, 16, 64\)"),
+        ((0, [0, 1], state, tail[:, 1:]), ValueError, "conv_tail: expected shape"),
         ((0, [0, 1], state.double(), tail), TypeError, "state: expected torch.float32, got torch.float64"),
         ((0, [0, 1], state.mT.contiguous().mT, tail), ValueError, "state: expected a contiguous tensor"),
         ((2, [0, 1], state, tail), ValueError, "layer: expected 0..1 of 2 layers, got 2"),

@@ -29,11 +29,12 @@ COMMON = {
     "seed": "18446744073709551615",
     "num_slots": SLOTS,
 }
+LAYER = {"num_layers": LAYERS, "layer": 0, "slot_stride": 0}
 OWN = {
     "ReplaySsmPlan": {"num_layers": LAYERS},
-    "ReplayCausalConv": {"layer": 0, "slot_stride": 0, "in_offset": H * P},
-    "ReplaySsmFlush": {"layer": 0, "slot_stride": 0},
-    "ReplaySsmStep": {"layer": 0, "slot_stride": 0, "dt_offset": H * P + D, "dt_min": 0.0, "dt_max": float("inf")},
+    "ReplayCausalConv": {**LAYER, "in_offset": H * P},
+    "ReplaySsmFlush": {**LAYER, "first_head": 0},
+    "ReplaySsmStep": {**LAYER, "first_head": 0, "dt_offset": H * P + D, "dt_min": 0.0, "dt_max": float("inf")},
 }
 
 
@@ -46,7 +47,7 @@ def fields(plugin, state_io="alias", **changes):
 def pool():
     """Bytes of a slot, and INT32 words of the table."""
     config = _core.Config(WINDOW, STEP_TOKENS, 0, 0, _core.DTYPES["bf16"], 0)
-    spec = _core.Spec(_core.Geometry(H, P, G, N, K), config, SLOTS, LAYERS)
+    spec = _core.Spec(_core.Geometry(H, P, G, N, K), config, SLOTS, LAYERS, first_head=0)
     return _core.Layout(_core.Geometry(H, P, G, N, K), config).slot_stride, spec.table_bytes // 4
 
 
@@ -110,18 +111,19 @@ def stack(state_io):
     g.output(status, TensorProto.INT32, [8])
     if state_io == "same_pointer":
         g.output(table[0], memory, [table_words])
+    shared = table[0] if state_io == "alias" else "table"
     for i in range(LAYERS):
         at = f"layer{i}/"
         state = g.input(f"{at}state", memory, [1] if pointers else [SLOTS, words])
         norm = g.node("RMSNormalization", [hidden, g.weight(f"{at}scale", [HIDDEN])], f"{at}norm")
         projected = g.node("MatMul", [norm, g.weight(f"{at}in_proj", [HIDDEN, PROJECTED])], f"{at}projected")
-        conv = [plan, projected, g.weight(f"{at}conv_weight", [D, K]), g.weight(f"{at}conv_bias", [D]), state]
+        conv = [plan, shared, projected, g.weight(f"{at}conv_weight", [D, K]), g.weight(f"{at}conv_bias", [D]), state]
         xBC, after_conv = g.plugin("ReplayCausalConv", conv, f"{at}conv", 2, layer=i)
         A_log, skip, dt_bias = (g.weight(f"{at}{name}", [H], TensorProto.FLOAT) for name in ("A_log", "D", "dt_bias"))
         order = [after_conv] if state_io == "alias" else [after_conv, state]
-        after_flush = g.plugin("ReplaySsmFlush", [plan, A_log, *order], f"{at}flush", 1, layer=i)
+        after_flush = g.plugin("ReplaySsmFlush", [plan, shared, A_log, *order], f"{at}flush", 1, layer=i)
         order = [after_flush] if state_io == "alias" else [after_flush, state]
-        step = [plan, xBC, projected, A_log, skip, dt_bias, *order]
+        step = [plan, shared, xBC, projected, A_log, skip, dt_bias, *order]
         out = g.plugin("ReplaySsmStep", step, f"{at}step", 1 if pointers else 2, layer=i)
         if state_io == "same_pointer":
             g.output(out[1], memory, [SLOTS, words])
@@ -199,13 +201,14 @@ OUTPUTS = {  # types in alias
 def inputs_of(plugin):
     """Good inputs of a node in alias, [[type, shape], ...]."""
     slot_stride, table = pool()
-    rows, plan, state = ["int32", ["B"]], ["int32", ["W"]], ["int32", [SLOTS, slot_stride // 4]]
+    rows, state, shared = ["int32", ["B"]], ["int32", [SLOTS, slot_stride // 4]], ["int32", [table]]
+    plan = ["int32", ["W"]]
     projected, heads = ["bf16", ["B", "S", PROJECTED]], ["fp32", [H]]
     return {
-        "ReplaySsmPlan": [rows, rows, rows, ["int64", ["B", "S"]], ["int32", [table]]],
-        "ReplayCausalConv": [plan, projected, ["fp32", [D, K]], ["fp32", [D]], state],
-        "ReplaySsmFlush": [plan, heads, state],
-        "ReplaySsmStep": [plan, ["bf16", ["B", "S", D]], projected, heads, heads, heads, state],
+        "ReplaySsmPlan": [rows, rows, rows, ["int64", ["B", "S"]], shared],
+        "ReplayCausalConv": [plan, shared, projected, ["fp32", [D, K]], ["fp32", [D]], state],
+        "ReplaySsmFlush": [plan, shared, heads, state],
+        "ReplaySsmStep": [plan, shared, ["bf16", ["B", "S", D]], projected, heads, heads, heads, state],
     }[plugin]
 
 
@@ -228,8 +231,8 @@ def broken_stack(state_io, change, **arguments):
 
 def two_plugins_alias_one_state():
     def change(nodes, _):
-        nodes["layer0/flush"].input[2] = "layer0/state"
-        nodes["layer0/step"].input[6] = "layer0/flush"
+        nodes["layer0/flush"].input[3] = "layer0/state"
+        nodes["layer0/step"].input[7] = "layer0/flush"
 
     return broken_stack("alias", change)
 
@@ -248,6 +251,6 @@ def alias_feature_is_off():
 
 def flush_is_not_consumed():
     def change(nodes, _):
-        nodes["layer0/step"].input[6] = "layer0/conv:1"
+        nodes["layer0/step"].input[7] = "layer0/conv:1"
 
     return broken_stack("host_pointer", change)

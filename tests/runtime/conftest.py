@@ -129,7 +129,8 @@ def recorded(monkeypatch):
 def same_text(reference: Engine, one, other, neighbours=False):
     """Two greedy texts of one prompt are equal, or part where rounding may swap the two best logits.
 
-    neighbours: also if these are adjacent numbers of the dtype: bf16 logits of 4 to 8 are 0.03 apart.
+    neighbours: also if these are no further apart than adjacent numbers of the dtype. That is what rounding all inputs
+    of dense layers to 16 bits, as without `deterministic`, may do to logits.
     """
     assert one.prompt == other.prompt
     for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):

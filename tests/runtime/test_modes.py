@@ -11,15 +11,17 @@ from .prompts import PROMPTS
 WINDOW, TOKENS = 8, 65  # 64 decode steps after the prompt's own token
 
 
-def generate(mode, device="cpu", prompts=PROMPTS[:3], dtype="float32"):
-    engine = Engine(TINY, mode=mode, device=device, dtype=dtype, max_batch=len(prompts), window=WINDOW)
+def generate(mode, device="cpu", prompts=PROMPTS[:3], dtype="float32", deterministic=False):
+    options = dict(dtype=dtype, deterministic=deterministic, max_batch=len(prompts), window=WINDOW)
+    engine = Engine(TINY, mode=mode, device=device, **options)
     return engine, engine.generate(prompts, SamplingParams(max_tokens=TOKENS, stop_tokens=()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_texts_agree(device, dtype):
-    replay, texts = generate("replay", device, PROMPTS[:6], dtype)
-    _, others = generate("conventional", device, PROMPTS[:6], dtype)
+    arguments = device, PROMPTS[:6], dtype, dtype == "bfloat16"
+    replay, texts = generate("replay", *arguments)
+    _, others = generate("conventional", *arguments)
     for one, other in zip(texts, others, strict=True):
         same_text(replay, one, other)
 
@@ -43,6 +45,37 @@ def test_the_mode_asked_for_is_the_mode_that_runs(device):
     assert traffic.state_bytes_written == flushes * state
     assert traffic.record_bytes_written == decoded * record
     assert traffic.state_bytes_read <= (decoded + flushes) * state
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_format", "read_copy"), [("fp16_sr", "nvfp4"), ("fp8_sr", "none"), ("fp32", "fp8")]
+)
+def test_formats_of_the_state(device, checkpoint_format, read_copy):
+    """What moves is counted in the formats' bytes, a rehearsal agrees, and a pre-empted text continues bit for bit."""
+    options = dict(checkpoint_format=checkpoint_format, read_copy=read_copy, speculation="ngram", draft_tokens=2)
+    options |= dict(device=device, dtype="float32", max_batch=2, deterministic=True)
+    params = SamplingParams(max_tokens=TOKENS, stop_tokens=())
+    engine = Engine(TINY, **options)
+    texts = engine.generate(PROMPTS[:2], params)
+    traffic, pool = engine.statistics()["decode_traffic"], engine.memory.pool
+    assert (pool.config.checkpoint, pool.config.read_copy) == (checkpoint_format, read_copy)
+    sections = {name: section.bytes * pool.num_layers for name, section in pool.layout.sections.items()}
+    steps, flushes = sum(len(text.steps) for text in texts), traffic.flushes
+    assert flushes > 2
+    by_steps = sections.get("read_copy", sections["checkpoint"])
+    assert traffic.state_bytes_read == (steps - flushes) * by_steps + flushes * sections["checkpoint"]
+    assert traffic.state_bytes_written == flushes * (sections["checkpoint"] + sections.get("read_copy", 0))
+    assert engine.rehearse("replay", texts) == traffic
+    assert engine.memory_per_request("replay") == pool.data.nbytes // 2
+
+    again = Engine(TINY, **options)
+    moved = [again.add_request(prompt, params) for prompt in PROMPTS[:2]]
+    for _ in range(20):
+        again.step()
+    again.preempt(moved[0])
+    while any(text.finish_reason is None for text in moved):
+        again.step()
+    assert [text.tokens for text in moved] == [text.tokens for text in texts]
 
 
 def test_prefill_traffic_is_booked_apart(device):

@@ -32,20 +32,30 @@ def test_short_sequences_have_no_drafts():
     assert drafts([1], [], 3) == drafts([1], [1], 3) == drafts([], [1], 3) == []
 
 
-def test_a_match_begins_at_a_token():
-    assert drafts([256, 65536, 1, 0, 256], [3, 1, 256], 1, longest=2) == []
-
-
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5))
-def test_against_a_plain_search(known, count):
-    expected = []
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.lists(st.integers(1, 30)))
+def test_against_a_plain_search(known, count, asked):
+    """One drafter, asked at some lengths of one growing text."""
+    drafter, sequence = NGram(), Sequence(0, known[:1], SamplingParams(), frozenset(), None)
+    for length in sorted({min(length, len(known)) for length in asked} | {len(known)}):
+        sequence.tokens = known[1:length]
+        assert drafter.propose(sequence, count) == searched(known[:length], count)
+
+
+def searched(known, count):
     for size in range(4, 1, -1):
         starts = [at for at in range(len(known) - size) if known[at : at + size] == known[-size:]]
         if starts:
             text = known[:]
             for source in range(starts[-1] + size, starts[-1] + size + count):
                 text.append(text[source])
-            expected = text[len(known) :]
-            break
-    assert drafts(known, [], count) == expected
+            return text[len(known) :]
+    return []
+
+
+def test_a_finished_text_is_forgotten():
+    drafter, sequence = NGram(), Sequence(0, [1, 2, 1, 2], SamplingParams(), frozenset(), None)
+    assert drafter.propose(sequence, 1) == [1]
+    assert len(drafter._texts) == 1
+    del sequence
+    assert not drafter._texts

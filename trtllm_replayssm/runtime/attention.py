@@ -36,6 +36,7 @@ class Attention:
     def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""
         n, kv_heads, end = q.shape[0], keys.shape[0], keys.shape[1]
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
         q = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, heads per kv head, n, d]
         mask = None
         if n > 1:

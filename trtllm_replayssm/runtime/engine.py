@@ -60,16 +60,21 @@ class Engine:
         context: most tokens of a sequence, prompt and generated together; None: the model's max_position_embeddings, at
             most 4096. The KV cache reserves it for every slot.
         prefill_chunk: most prompt tokens of one forward pass.
-        window: ReplaySSM's window, tokens between two writes of the state; "auto": 16, or twice the tokens of a step
-            (1 + draft_tokens) if that is more.
+        window: ReplaySSM's window, tokens between two writes of the state; "auto": what moves the fewest bytes
+            (ReplayConfig).
+        checkpoint_format, read_copy: how ReplaySSM stores the state, ReplayConfig's `checkpoint` and `read_copy`. Mode
+            "conventional" keeps fp32 states whatever they are.
         speculation: None: one token a step. "mtp": the checkpoint's multi-token-prediction head drafts the tokens after
             the next one, "ngram": they are copied from where the newest tokens occurred before, or a Drafter. A step
-            verifies them together; the text stays the same.
+            verifies them together; the text stays the same, but for ties that rounding decides (`deterministic`).
         draft_tokens: most drafts a step, 1..15; SamplingParams.draft_tokens may ask for fewer. Ignored without
             speculation.
         adaptive: each text's draft length follows its recent acceptance (Sequence.adapt).
         deterministic: a sequence's bits do not depend on the other sequences. Slower: dense layers run in fixed row
-            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs.
+            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs. In 16-bit
+            dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
+            rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
+            order.
         cuda_graphs: None: on CUDA unless `deterministic`.
         progress: show a bar on stderr while weights load.
 
@@ -89,6 +94,8 @@ class Engine:
         context: int | None = None,
         prefill_chunk: int = 512,
         window: int | str = "auto",
+        checkpoint_format: str = "fp32",
+        read_copy: str = "none",
         speculation: str | Drafter | None = None,
         draft_tokens: int = 3,
         adaptive: bool = False,
@@ -121,7 +128,7 @@ class Engine:
         self.dtype = _DTYPES[dtype or (self.config.dtype if on_cuda else "float32")]
         self.context = context or min(self.config.max_position_embeddings, 4096)
         self._configs = {
-            "replay": self._replay_config(window),
+            "replay": self._replay_config(window, checkpoint_format, read_copy),
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
             "conventional": self._replay_config(2 * (1 + self.draft_tokens)),
         }
@@ -136,6 +143,7 @@ class Engine:
             weights,
             step=STEPS["snapshots" if snapshots else mode],
             dtype=self.dtype,
+            activation=torch.float32 if deterministic else self.dtype,
             device=self.device,
             tiles=RowTiles(fixed=deterministic),
             progress=progress,
@@ -435,9 +443,10 @@ class Engine:
                 sequence.finish_reason = "error"
                 self._scheduler.release(sequence)
 
-    def _replay_config(self, window: int | str) -> ReplayConfig:
+    def _replay_config(self, window: int | str, checkpoint: str = "fp32", read_copy: str = "none") -> ReplayConfig:
         activation = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        return ReplayConfig(window=window, max_step_tokens=1 + self.draft_tokens, activation=activation)
+        config = ReplayConfig(window, 1 + self.draft_tokens, checkpoint, read_copy, activation)
+        return SlotLayout(self.config.geometry, config).config
 
 
 def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: int | str) -> int:

@@ -35,9 +35,9 @@ class KVCache:
     def write(
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """slots, positions int64 [n]; keys, values [n, kv_heads, head_dim]."""
-        self.keys[layer][slots, :, positions] = keys
-        self.values[layer][slots, :, positions] = values
+        """slots, positions int64 [n]; keys, values [n, kv_heads, head_dim], rounded to the cache's dtype."""
+        self.keys[layer][slots, :, positions] = keys.to(self.keys.dtype)
+        self.values[layer][slots, :, positions] = values.to(self.values.dtype)
 
     def save(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Host copies of a slot's first `length` positions, all layers."""

@@ -29,7 +29,12 @@ class Stack:
         self.layers, self.final_norm, self.tiles = layers, final_norm, tiles
 
     def __call__(self, x: torch.Tensor, batch: Batch, memory: Memory) -> torch.Tensor:
-        """x [n, hidden] -> [n, hidden]. Appends the batch's tokens to `memory`."""
+        """x [n, hidden] -> [n, hidden]. Appends the batch's tokens to `memory`.
+
+        The sum of the layers is kept in fp32, whatever the checkpoint's `residual_in_fp32` says: it costs next to
+        nothing, and in 16 bits every layer's output would be rounded to the spacing of the whole sum.
+        """
+        x = x.float()
         for norm, mixer in self.layers:
             x = x + mixer(self.tiles(norm, x), batch, memory)
         return self.tiles(self.final_norm, x)
@@ -37,7 +42,8 @@ class Stack:
 
 class Loader:
     """Builds layers by the names of their tensors: in `dtype` on `device`, but for the router and A_log, D, dt_bias
-    (fp32). `step`: one of mamba_mixer.STEPS. Layers that keep something in Memory are numbered in the order of loading.
+    (fp32). `activation`: dtype between the dense layers, `dtype` or fp32. `step`: one of mamba_mixer.STEPS. Layers that
+    keep something in Memory are numbered in the order of loading.
     """
 
     def __init__(
@@ -47,12 +53,14 @@ class Loader:
         *,
         step: Callable,
         dtype: torch.dtype,
+        activation: torch.dtype,
         device: torch.device,
         tiles: RowTiles,
         progress: bool = False,
     ):
         self.config, self.tiles = config, tiles
-        self._weights, self._step, self._dtype, self._device, self._progress = weights, step, dtype, device, progress
+        self._weights, self._step, self._device, self._progress = weights, step, device, progress
+        self._dtype, self._activation = dtype, activation
         self.mamba_layers = self.attention_layers = 0  # loaded so far
 
     def stack(self, prefix: str, kinds: tuple[str, ...], final_norm: str) -> Stack:
@@ -72,7 +80,7 @@ class Loader:
         return Linear(self.tensor(name + ".weight"), self.tensor(name + ".bias") if bias else None)
 
     def norm(self, name: str, groups: int = 1) -> RMSNorm:
-        return RMSNorm(self.tensor(name + ".weight"), self.config.norm_eps, groups)
+        return RMSNorm(self.tensor(name + ".weight"), self.config.norm_eps, groups, self._activation)
 
     def _mamba(self, name: str) -> MambaMixer:
         config = self.config

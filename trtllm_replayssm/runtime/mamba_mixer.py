@@ -47,7 +47,7 @@ class MambaMixer:
         heads, head_dim = geometry.num_heads, geometry.head_dim
         d_inner, group_width = heads * head_dim, geometry.num_groups * geometry.state_dim
         z, raw, dt = self.tiles(self.in_proj, x).split([d_inner, d_inner + 2 * group_width, heads], dim=-1)
-        conv = ops.conv_step(pool, self.layer, batch.plan, raw, self.conv_weight, self.conv_bias)
+        conv = ops.conv_step(pool, self.layer, batch.plan, raw.to(pool.activation), self.conv_weight, self.conv_bias)
         x, B, C = conv.split([d_inner, group_width, group_width], dim=-1)
         scan, more = (ops.prefill, {}) if batch.is_prompt else (self.step, memory.step_arguments(self.layer))
         y = scan(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import MambaGeometry, ReplayConfig, StatePool
+from .. import ReplayConfig, StatePool
 from .kv_cache import KVCache
 from .model_config import MAMBA, ModelConfig
 
@@ -37,14 +37,8 @@ class Memory:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        geometry = MambaGeometry(
-            num_heads=config.mamba_heads,
-            head_dim=config.mamba_head_dim,
-            num_groups=config.mamba_groups,
-            state_dim=config.state_dim,
-            conv_kernel=config.conv_kernel,
-        )
-        self.pool = StatePool(geometry, replay, num_slots=slots, num_layers=config.layers.count(MAMBA), device=device)
+        layers = config.layers.count(MAMBA)
+        self.pool = StatePool(config.geometry, replay, num_slots=slots, num_layers=layers, device=device)
         self.snapshots = self.pool.allocate_snapshots() if snapshots else None
         self.kv = KVCache(attention_layers, slots, config.kv_heads or 1, capacity, config.head_dim or 1, dtype, device)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import MambaGeometry
+
 MAMBA, ATTENTION, MLP, MOE = "mamba", "attention", "mlp", "moe"
 
 # The hub writes one letter a layer, transformers >= 5.17 a list of words, older versions other words.
@@ -67,6 +69,17 @@ class ModelConfig:
     expert_groups_per_token: int = 1
     normalize_expert_weights: bool = True
     expert_scale: float = 1.0
+
+    @property
+    def geometry(self) -> MambaGeometry:
+        """Sizes of a Mamba layer."""
+        return MambaGeometry(
+            num_heads=self.mamba_heads,
+            head_dim=self.mamba_head_dim,
+            num_groups=self.mamba_groups,
+            state_dim=self.state_dim,
+            conv_kernel=self.conv_kernel,
+        )
 
     @property
     def d_inner(self) -> int:

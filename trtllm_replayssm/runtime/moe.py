@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .dense import Linear, relu2
+from .dense import Linear, linear, relu2
 from .mlp import MLP
 from .row_tiles import RowTiles
 
@@ -81,7 +81,7 @@ class MoE:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in weights.any(0).nonzero().flatten().tolist():
             rows = weights[:, expert].nonzero().flatten()
-            result = self.tiles(lambda part, e=expert: relu2(F.linear(part, self.up[e])) @ self.down[e], x[rows])
+            result = self.tiles(lambda part, e=expert: linear(relu2(linear(part, self.up[e])), self.down[e].T), x[rows])
             # A row adds its experts in ascending order, whatever the other rows chose.
             out[rows] += result.float() * weights[rows, expert, None]
         return out.to(x.dtype)

@@ -70,12 +70,5 @@ def rehearse(pool: StatePool, config: ReplayConfig, mode: str, sequences: list[l
 
 def _priced(cursors: StatePool, layers: int) -> Traffic:
     stats = cursors.stats()
-    state, record = cursors.layout.sections["checkpoint"].bytes, cursors.layout.record_bytes
-    return Traffic(
-        stats["tokens"],
-        stats["flushes"],
-        stats["state_reads"] * state * layers,
-        stats["state_writes"] * state * layers,
-        stats["record_reads"] * record * layers,
-        stats["record_writes"] * record * layers,
-    )
+    moved = cursors.layout.traffic_bytes(stats)
+    return Traffic(stats["tokens"], stats["flushes"], **{name: size * layers for name, size in moved.items()})

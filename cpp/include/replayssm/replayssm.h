@@ -21,7 +21,8 @@
  *
  * Values that live on the device (slots, counts, accepted) cannot be refused by a status without a synchronisation. A
  * row with a bad value touches nothing and leaves its reason in the table's error word; the first error stays until the
- * word is cleared. The host implementation checks all rows of a call before it touches any.
+ * word is cleared. The host implementation checks all rows of a call before it touches any. One error refuses nothing:
+ * STATE_NOT_FINITE tells of a state that was stored. On the host, an error that refuses a row takes its place.
  */
 #ifndef REPLAYSSM_H
 #define REPLAYSSM_H
@@ -38,7 +39,7 @@
 extern "C" {
 #endif
 
-#define REPLAYSSM_LAYOUT_VERSION 1
+#define REPLAYSSM_LAYOUT_VERSION 2
 #define REPLAYSSM_MAX_WINDOW 64      /* longest window L */
 #define REPLAYSSM_MAX_STEP_TOKENS 16 /* largest T_max */
 
@@ -53,18 +54,22 @@ typedef enum { REPLAYSSM_HOST = 0, REPLAYSSM_CUDA = 1 } replayssm_device;
 
 typedef enum { REPLAYSSM_FP32 = 0, REPLAYSSM_BF16 = 1, REPLAYSSM_FP16 = 2 } replayssm_dtype;
 
+/* Of the state that the recurrence continues from: flush and prefill read and write it. Every cast starts from FP32. */
 typedef enum {
   REPLAYSSM_CHECKPOINT_FP32 = 0,
-  REPLAYSSM_CHECKPOINT_BF16 = 1,
+  REPLAYSSM_CHECKPOINT_BF16 = 1, /* rounded to nearest, ties to even, like FP16 and NVFP4 */
   REPLAYSSM_CHECKPOINT_FP16 = 2,
-  REPLAYSSM_CHECKPOINT_FP16_SR = 3, /* formats from here on are refused as not implemented */
-  REPLAYSSM_CHECKPOINT_FP8_SR = 4,
+  REPLAYSSM_CHECKPOINT_FP16_SR = 3, /* FP16, rounded stochastically */
+  REPLAYSSM_CHECKPOINT_FP8_SR = 4,  /* E4M3 with an FP32 scale a row of P, rounded stochastically */
   REPLAYSSM_CHECKPOINT_NVFP4 = 5
 } replayssm_checkpoint_format;
 
+/* Of a second copy that steps read instead of the checkpoint. It is written whenever the checkpoint is, from the same
+ * FP32 state, rounded to nearest, and never enters the recurrence. Refused: a copy of NVFP4, and an FP8 copy of FP8_SR,
+ * which would be no smaller than the checkpoint. */
 typedef enum {
-  REPLAYSSM_READ_COPY_NONE = 0,
-  REPLAYSSM_READ_COPY_FP8 = 1, /* formats from here on are refused as not implemented */
+  REPLAYSSM_READ_COPY_NONE = 0, /* steps read the checkpoint */
+  REPLAYSSM_READ_COPY_FP8 = 1,
   REPLAYSSM_READ_COPY_NVFP4 = 2
 } replayssm_read_copy_format;
 
@@ -101,15 +106,27 @@ typedef struct {
 } replayssm_section;
 
 /* The one definition of how a slot lies in memory. Sections, all row-major:
- *   checkpoint [H,P,N] checkpoint format     read_copy: none yet
+ *   checkpoint, read_copy: a chunk a head, in its format
  *   x_ring [H,R,P], b_ring [G,R,N] activation dtype     delta_ring [H,R] fp32
  *   conv_ring [conv_rows, conv_channels] activation dtype, channels in the order x | B | C
- * Record r of a slot lies in ring row r mod ring_rows, raw conv input r in conv row r mod conv_rows. */
+ * Record r of a slot lies in ring row r mod ring_rows, raw conv input r in conv row r mod conv_rows.
+ *
+ * The chunk of a head with state S [P,N], by format:
+ *   FP32, BF16, FP16  values [P,N]
+ *   FP8    E4M3 codes [P,N] | fp32 row scales [P]. scale = amax(row) / 448; S = code * scale.
+ *   NVFP4  E2M1 codes [P,N/2], two a byte, the even column in the low nibble | E4M3 block scales [P,N/16] | fp32 head
+ *          scale | zeros up to a multiple of 16 bytes. head scale g = amax(head) / 2688; block scale s =
+ *          E4M3(clamp(amax(16 columns) / (6 g), 2^-9, 448)), 1 for a block of zeros; S = code * (s * g). NVIDIA Model
+ *          Optimizer packs a tensor of one head to the same bytes.
+ * A row or head whose scale is 0 (all values 0, or too small for the scale) has codes 0 (NVFP4: block scales 0, too).
+ * One that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere: every value reads as NaN. */
 typedef struct {
   int32_t version;
-  int32_t ring_rows;     /* R = L + T_max */
-  int32_t conv_rows;     /* K - 1 + T_max */
-  int32_t conv_channels; /* H*P + 2*G*N */
+  int32_t ring_rows;             /* R = L + T_max */
+  int32_t conv_rows;             /* K - 1 + T_max */
+  int32_t conv_channels;         /* H*P + 2*G*N */
+  int64_t checkpoint_head_bytes; /* bytes of a head's chunk, a multiple of 16; 0: no such section */
+  int64_t read_copy_head_bytes;
   replayssm_section checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
   int64_t slot_stride; /* bytes from slot to slot of one layer, a multiple of 256 */
 } replayssm_layout;
@@ -122,7 +139,8 @@ typedef struct {
 
 typedef struct {
   replayssm_buffer checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
-  int32_t layer; /* index of the layer in its pool */
+  int32_t layer;      /* index of the layer in its pool */
+  int32_t first_head; /* index of head 0 among the heads of all tensor-parallel ranks, a part of the rounding's key */
 } replayssm_layer;
 
 /* The state of a slot that all layers share. 32 bytes. All zero is an empty slot. */
@@ -204,18 +222,22 @@ typedef enum {
   REPLAYSSM_ROW_NOT_PLANNED = 8,    /* commit/abandon of a slot that this plan did not open */
   REPLAYSSM_ROW_NO_DECAY = 9,       /* materialize of records without A_log */
   REPLAYSSM_ROW_HAS_RECORDS = 10,   /* conventional_step or _verify of a slot that holds records; given: their number */
-  REPLAYSSM_ROW_HAS_SNAPSHOTS = 11  /* anything but conventional_verify of a slot whose state is a snapshot; given: the
+  REPLAYSSM_ROW_HAS_SNAPSHOTS = 11, /* anything but conventional_verify of a slot whose state is a snapshot; given: the
                                        slot */
+  REPLAYSSM_ROW_STATE_NOT_FINITE = 12 /* the state that the row stored holds a NaN or an infinity, in its format; given:
+                                         the head, expected: the layer */
 } replayssm_row_error;
 
 /* Traffic counters, int64 each, added up by commit for one layer. */
 enum {
   REPLAYSSM_COUNT_TOKENS = 0,        /* tokens committed */
   REPLAYSSM_COUNT_FLUSHES = 1,       /* flushes by steps */
-  REPLAYSSM_COUNT_STATE_READS = 2,   /* whole states read from the checkpoint (or the read copy) */
-  REPLAYSSM_COUNT_STATE_WRITES = 3,  /* whole states written */
+  REPLAYSSM_COUNT_STATE_READS = 2,   /* whole states read */
+  REPLAYSSM_COUNT_STATE_WRITES = 3,  /* whole states written: the checkpoint, and the read copy if there is one */
   REPLAYSSM_COUNT_RECORD_READS = 4,  /* records read */
   REPLAYSSM_COUNT_RECORD_WRITES = 5, /* records written */
+  REPLAYSSM_COUNT_STEP_READS = 6,    /* of the state reads, those by steps that did not flush: of the read copy if there
+                                        is one; all others are of the checkpoint */
   REPLAYSSM_NUM_COUNTERS = 8
 };
 
@@ -279,7 +301,7 @@ REPLAYSSM_API replayssm_status replayssm_load_kernels(void);
 /* Checks geometry and config, each value by name, and computes the layout. */
 REPLAYSSM_API replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
                                                      replayssm_layout* layout);
-/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on. */
+/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on; first_head is 0. */
 REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void* base, int32_t layer,
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
@@ -349,26 +371,30 @@ REPLAYSSM_API replayssm_status replayssm_conv_step(const replayssm_exec* exec, c
                                                    const replayssm_config* config, const replayssm_layer* layer,
                                                    const replayssm_table* table, const void* plan, int32_t rows,
                                                    const replayssm_conv_args* args);
-/* Folds the committed records of the rows flagged FLUSH into their checkpoints. replayssm_step does this itself; call
- * it only where flush and outputs are separate nodes, and then tell step so: prefill after it would fold twice. */
+/* Folds the committed records of the rows flagged FLUSH into their checkpoints, and casts the read copies.
+ * replayssm_step does this itself; call it only where flush and outputs are separate nodes, and then tell step so:
+ * prefill after it would fold twice. Like every op that stores a state, it proceeds and reports STATE_NOT_FINITE if a
+ * value is not finite as stored. */
 REPLAYSSM_API replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                const replayssm_config* config, const replayssm_layer* layer,
                                                const replayssm_table* table, const void* plan, int32_t rows,
                                                const replayssm_tensor* A_log);
 /* Flushes flagged rows (unless `flushed`), appends the new records, and computes the outputs without forming a state:
- * y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,  s = 1..count. */
+ * y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,  s = 1..count.
+ * S_ckpt is the stored read copy, if the config has one, else the stored checkpoint; also in rows that flush. */
 REPLAYSSM_API replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                               const replayssm_config* config, const replayssm_layer* layer,
                                               const replayssm_table* table, const void* plan, int32_t rows,
                                               const replayssm_scan_args* args, int32_t flushed);
-/* Prompt chunks of any length: folds committed records, runs the recurrence over the new tokens, writes outputs and
- * checkpoint. Continues a slot wherever it stands. Appends no records. */
+/* Prompt chunks of any length: folds committed records into the checkpoint's state, runs the recurrence over the new
+ * tokens, writes outputs, checkpoint and read copy. Continues a slot wherever it stands. Appends no records. */
 REPLAYSSM_API replayssm_status replayssm_prefill(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                  const replayssm_config* config, const replayssm_layer* layer,
                                                  const replayssm_table* table, const void* plan, int32_t rows,
                                                  const replayssm_scan_args* args);
 /* The classical decode kernel, the baseline: reads the checkpoint, updates it by each token, writes it back. Same
- * contract as prefill on slots without records; a row with history > 0 is refused (HAS_RECORDS). Tuned for count 1. */
+ * contract as prefill on slots without records; a row with history > 0 is refused (HAS_RECORDS). Tuned for count 1.
+ * FP32, BF16 and FP16 checkpoints without a read copy only, like conventional_verify: others are UNSUPPORTED. */
 REPLAYSSM_API replayssm_status replayssm_conventional_step(const replayssm_exec* exec,
                                                            const replayssm_geometry* geometry,
                                                            const replayssm_config* config, const replayssm_layer* layer,
@@ -390,15 +416,15 @@ REPLAYSSM_API replayssm_status replayssm_conventional_verify(
 /* ---- on demand -----------------------------------------------------------------------------------------------------
  */
 
-/* state fp32 [rows,H,P,N] after the committed tokens, conv_tail fp32 [rows,K-1,conv_channels] the last K-1 raw conv
- * inputs, oldest first (inputs before token 0 are 0). Disturbs nothing. Rows of slot -1 or refused are not written. The
- * slot must be closed and not SNAPSHOT. A_log.data NULL is allowed as long as no row holds records. Either output may
- * be NULL. */
+/* state fp32 [rows,H,P,N] after the committed tokens (from the checkpoint, never the read copy), conv_tail fp32
+ * [rows,K-1,conv_channels] the last K-1 raw conv inputs, oldest first (inputs before token 0 are 0). Disturbs nothing.
+ * Rows of slot -1 or refused are not written. The slot must be closed and not SNAPSHOT. A_log.data NULL is allowed as
+ * long as no row holds records. Either output may be NULL. */
 REPLAYSSM_API replayssm_status replayssm_materialize(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                      const replayssm_config* config, const replayssm_layer* layer,
                                                      const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                      const replayssm_tensor* A_log, float* state, float* conv_tail);
-/* The inverse, one layer of a slot at a time: writes the checkpoint and the conv rows. The slot is RESTORING, and
+/* The inverse, one layer of a slot at a time: writes checkpoint, read copy and conv rows. The slot is RESTORING, and
  * planning it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the
  * K-1 raw inputs to lie before it), history = 0, writes = 1; the stream stays. The slot must be closed and not
  * SNAPSHOT. */

@@ -22,6 +22,7 @@ namespace cuda {
 constexpr int kThreads = 128;
 constexpr int kLanes = 8;
 constexpr int kGroups = kThreads / kLanes;
+constexpr int kMaxHeadDim = 128;
 constexpr int kMaxStateDim = 128;
 
 // ---- host side -----------------------------------------------------------------------------------------------------
@@ -70,13 +71,14 @@ inline bool is_aligned(const replayssm_tensor& tensor) {
          tensor.stride[1] * size % 16 == 0;
 }
 
-// Calls f with a value of the C++ type that stores the checkpoint format.
+// Calls f with a value of the C++ type that stores a plain checkpoint format.
 template <typename F>
 auto with_checkpoint(int32_t format, F&& f) {
   switch (format) {
     case REPLAYSSM_CHECKPOINT_BF16:
       return f(__nv_bfloat16());
     case REPLAYSSM_CHECKPOINT_FP16:
+    case REPLAYSSM_CHECKPOINT_FP16_SR:
       return f(__half());
     default:
       return f(float());
@@ -324,6 +326,14 @@ __device__ inline void report(replayssm_error* error, int32_t code, int32_t row,
   }
 }
 
+// For the (row, head) that a CTA of `blocks_per_row` CTAs a row owns. The index of the CTA is read anew: kernels short
+// of registers would keep it in one for this.
+__device__ inline void report_not_finite(replayssm_error* error, int blocks_per_row, int32_t layer) {
+  int block;
+  asm("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, block / blocks_per_row, block % blocks_per_row, layer);
+}
+
 // Whether a layer op may work on a plan row. Every CTA of the row decides alike; the one with `reporter` says why not.
 // A history beyond the window can only come from a misused commit; the kernels' shared memory has no room for it.
 __device__ inline bool admit(const replayssm_plan_row& row, int32_t index, int64_t num_tokens, int32_t max_count,
@@ -359,6 +369,7 @@ __device__ inline char* section_of(const replayssm_buffer& buffer, int32_t slot)
 
 cudaError_t load_cursor_kernels();
 cudaError_t load_conv_kernels();
+cudaError_t load_fold_kernels();
 cudaError_t load_step_kernels();
 cudaError_t load_scan_kernels();
 cudaError_t load_snapshot_kernels();

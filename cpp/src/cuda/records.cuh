@@ -68,7 +68,8 @@ __device__ inline float decay_rate(const replayssm_tensor& A_log, int32_t head) 
 
 // Where one head of one slot lies.
 struct HeadSlot {
-  char* checkpoint;   // [P, N]
+  char* checkpoint;   // a chunk
+  char* read_copy;    // a chunk, if the config has read copies
   char* x_ring;       // [R, P]
   char* b_ring;       // [R, N]
   float* delta_ring;  // [R]
@@ -76,9 +77,9 @@ struct HeadSlot {
   __device__ HeadSlot(const Problem& problem, const replayssm_layer& layer, int32_t slot, int32_t head) {
     const replayssm_geometry& g = problem.geometry;
     const int64_t activation = problem.config.activation == REPLAYSSM_FP32 ? 4 : 2;
-    const int64_t stored = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const int64_t group = head / (g.num_heads / g.num_groups);
-    checkpoint = section_of(layer.checkpoint, slot) + head * (static_cast<int64_t>(g.head_dim) * g.state_dim * stored);
+    checkpoint = section_of(layer.checkpoint, slot) + head * problem.checkpoint_head_bytes;
+    read_copy = section_of(layer.read_copy, slot) + head * problem.read_copy_head_bytes;
     x_ring = section_of(layer.x_ring, slot) + head * (problem.ring_rows * g.head_dim * activation);
     b_ring = section_of(layer.b_ring, slot) + group * (problem.ring_rows * g.state_dim * activation);
     delta_ring =
@@ -130,41 +131,41 @@ __device__ inline void fold_records(float (&state)[kRows][kChunks][kVec], const 
   }
 }
 
-// The records of a slice of rows of one head, staged as float32 by a CTA of the ops that are not in a hurry.
-constexpr int kSliceRows = 32;
-constexpr int kRowsPerGroup = kSliceRows / kGroups;
-
+// The records of a head, staged as float32.
 struct StagedRecords {
-  static constexpr int kXStride = kSliceRows + 4;  // keeps 16-byte alignment and spreads records over the banks
+  __host__ __device__ static constexpr int x_stride(int P) {
+    return P + 4;
+  }  // keeps 16-byte alignment, spreads records over the banks
 
-  float *B, *x;                       // [h][N], [h][kXStride]
+  float *B, *x;                       // [h][N], [h][x_stride]
   float *delta, *log_decay, *weight;  // [h]
   float* decay;                       // [1]
 
-  static constexpr size_t bytes(int window, int N) { return (window * (N + kXStride + 3) + 1) * sizeof(float); }
+  static constexpr size_t bytes(int window, int P, int N) {
+    return (window * (N + x_stride(P) + 3) + 1) * sizeof(float);
+  }
 
-  __device__ StagedRecords(float* shared, int window, int N) {
+  __device__ StagedRecords(float* shared, int window, int P, int N) {
     B = shared;
     x = B + window * N;
-    delta = x + window * kXStride;
+    delta = x + window * x_stride(P);
     log_decay = delta + window;
     weight = log_decay + window;
     decay = weight + window;
   }
 
   // Stages records and weights; `oldest` is the ring row of record 0. Ends with all of it visible to the CTA.
-  __device__ void stage(const Problem& problem, const HeadSlot& head, int oldest, int h, int first_row, float A) const {
+  __device__ void stage(const Problem& problem, const HeadSlot& head, int oldest, int h, float A) const {
     const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, dtype = problem.config.activation;
-    const int x_chunks = kSliceRows / 8, chunks = x_chunks + N / 8;
-    for (int item = threadIdx.x; item < h * chunks; item += kThreads) {
+    const int x_chunks = P / 8, chunks = x_chunks + N / 8;
+    for (int item = threadIdx.x; item < h * chunks; item += blockDim.x) {
       const int j = item / chunks, chunk = item % chunks;
       const int row = ring_position(oldest, j, problem.ring_rows);
       const bool is_x = chunk < x_chunks;
-      const int column = is_x ? first_row + chunk * 8 : (chunk - x_chunks) * 8;
-      if (is_x && column >= P) continue;
+      const int column = (is_x ? chunk : chunk - x_chunks) * 8;
       float value[8];
       load_vector<8>(is_x ? head.x_ring : head.b_ring, dtype, row * (is_x ? P : N) + column, true, value);
-      float* target = is_x ? x + j * kXStride + chunk * 8 : B + j * N + column;
+      float* target = is_x ? x + j * x_stride(P) + column : B + j * N + column;
       *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
       *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
     }
@@ -180,12 +181,13 @@ struct StagedRecords {
   }
 };
 static_assert(REPLAYSSM_MAX_WINDOW <= kThreads, "one thread weighs one record");
-static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxStateDim) <= 48 * 1024, "no permission is asked for");
+static_assert(StagedRecords::bytes(REPLAYSSM_MAX_WINDOW, kMaxHeadDim, kMaxStateDim) <= kSharedLimit);
 
-// ---- the kernel of flush and materialize (step.cu) ----------------------------------------------------------------
+// ---- the kernel of flush and materialize (fold.cu) ----------------------------------------------------------------
 
-// Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as the checkpoint),
-// or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it is).
+// Folds the records of one list of slots: the flagged rows of a plan (state NULL: the sum is stored as checkpoint and
+// read copy), or `slots` as their cursors stand (the sum goes to state [rows,H,P,N] in float32, the slot stays as it
+// is).
 struct FoldParams {
   Problem problem;
   replayssm_layer layer;
@@ -195,8 +197,22 @@ struct FoldParams {
   const int32_t* slots;
   float* state;
   int32_t rows;
+  int32_t max_count;   // rows of a plan with more tokens,
+  int64_t num_tokens;  // or with tokens beyond these, are left alone
   bool state_aligned;
 };
+
+inline FoldParams flush_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
+                               const replayssm_tensor& A_log, const void* plan, int32_t rows, int32_t max_count,
+                               int64_t num_tokens) {
+  return {problem, layer, table, A_log, plan, nullptr, nullptr, rows, max_count, num_tokens, false};
+}
+
+inline FoldParams materialize_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
+                                     const replayssm_tensor& A_log, const int32_t* slots, int32_t rows, float* state,
+                                     bool state_aligned) {
+  return {problem, layer, table, A_log, nullptr, slots, state, rows, 0, 0, state_aligned};
+}
 
 // Why the state of a slot in range cannot be materialized; REPLAYSSM_ROW_OK if it can.
 __device__ inline replayssm_row_error materialize_error(const replayssm_cursor& cursor, const Problem& problem,

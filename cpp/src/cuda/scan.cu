@@ -4,12 +4,11 @@
 //
 //     S_t = exp(a_t) S_{t-1} + delta_t x_t (outer) B_t,      y_t = S_t C_t + D x_t.
 //
-// prefill. Rows of the state are independent given (delta, x, B, C), so a CTA of 128 threads owns a slice of 32 rows of
-// one head and walks the chunk's tokens with the slice in registers (2 rows by N/8 columns a thread). Tokens come in
-// tiles of 8 through two shared buffers: while a tile is computed on, the next one is on its way into registers as raw
-// bits; it is converted to float32 once, on its way into shared memory, and the CTA meets once a tile. Records that the
-// slot still holds are folded first, by the same code as a flush. The state is rounded to the stored format once, after
-// the last token.
+// prefill. Rows of the state are independent given (delta, x, B, C): a CTA owns a head and walks the chunk's tokens
+// with the state in registers (2 rows by N/8 columns a thread). Tokens come in tiles of 8 through two shared buffers:
+// while a tile is computed on, the next one is on its way into registers as raw bits; it is converted to float32 once,
+// on its way into shared memory, and the CTA meets once a tile. Records that the slot still holds are folded first, by
+// the same code as a flush. The state is cast to the stored formats once, after the last token.
 //
 // conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
 // (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned
@@ -21,8 +20,7 @@
 // its part of the state into registers before its first store, and no other thread touches that part.
 #include <algorithm>
 
-#include "layout.h"
-#include "records.cuh"
+#include "head_state.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -37,50 +35,43 @@ template <int kStateDim>
 struct TokenTile {
   float B[kTileTokens][kStateDim];
   float C[kTileTokens][kStateDim];
-  float x[kTileTokens][kSliceRows + 4];
+  float x[kTileTokens][kMaxHeadDim + 4];
   float delta[kTileTokens];
   float decay[kTileTokens];
 };
 
-// A thread's part of a tile on its way from global to shared memory: a chunk of B and C, for some a chunk of x, for
-// some a dt.
+// A thread's part of a tile on its way from global to shared memory: for some a chunk of B and C, for some a chunk of
+// x, for some a dt. The first threads take B and C, the last ones x, those before them dt.
 template <int kStateDim>
 struct TileLoader {
   static constexpr int kChunks = kStateDim / 8;
-  static constexpr int kXChunks = kSliceRows / 8;
-  static constexpr int kFirstStepThread = 32;  // in another warp than the threads that load x
-  static_assert(kTileTokens * kChunks <= kThreads && kTileTokens * kXChunks <= kFirstStepThread);
+  static_assert(kTileTokens * kChunks <= kThreads);
 
   const ScanParams& params;
   const int64_t first_token;
-  const int count, head, state_group, first_row;
+  const int count, head, state_group;
   const float A, bias;
+  // Which token of the tile this thread loads for, kTileTokens if none.
+  int vector_token, x_token, step_token;
+  int vector_column, x_column;
   Raw<8> b, c, x;
   uint32_t dt;
 
-  __device__ TileLoader(const ScanParams& params, const replayssm_plan_row& row, int head, int first_row, float A)
+  __device__ TileLoader(const ScanParams& params, const replayssm_plan_row& row, int head, float A)
       : params(params),
         first_token(row.first_token),
         count(row.count),
         head(head),
         state_group(head / (params.problem.geometry.num_heads / params.problem.geometry.num_groups)),
-        first_row(first_row),
         A(A),
         bias(params.args.dt_bias.data ? load_scalar(params.args.dt_bias.data, params.args.dt_bias.dtype, head) : 0.0f) {
-  }
-
-  // Which token of the tile this thread loads for, kTileTokens if none.
-  __device__ static int vector_token() { return min(static_cast<int>(threadIdx.x) / kChunks, kTileTokens); }
-  __device__ static int vector_column() { return threadIdx.x % kChunks * 8; }
-  __device__ int x_token() const {
-    return first_row + x_column() < params.problem.geometry.head_dim
-               ? min(static_cast<int>(threadIdx.x) / kXChunks, kTileTokens)
-               : kTileTokens;
-  }
-  __device__ static int x_column() { return threadIdx.x % kXChunks * 8; }
-  __device__ static int step_token() {
-    const int token = static_cast<int>(threadIdx.x) - kFirstStepThread;
-    return token < 0 ? kTileTokens : min(token, kTileTokens);
+    const int tid = threadIdx.x, x_chunks = params.problem.geometry.head_dim / 8;
+    const int first_x = static_cast<int>(blockDim.x) - kTileTokens * x_chunks, first_step = first_x - kTileTokens;
+    vector_token = min(tid / kChunks, kTileTokens);
+    vector_column = tid % kChunks * 8;
+    x_token = tid < first_x ? kTileTokens : (tid - first_x) / x_chunks;
+    x_column = tid < first_x ? 0 : (tid - first_x) % x_chunks * 8;
+    step_token = tid < first_step ? kTileTokens : min(tid - first_step, kTileTokens);
   }
 
   __device__ void fetch(int tile) {
@@ -88,36 +79,34 @@ struct TileLoader {
     const int dtype = params.problem.config.activation;
     const int tokens = min(count - tile, kTileTokens);
     const int64_t start = first_token + tile;
-    if (vector_token() < tokens) {
-      const int64_t token = start + vector_token();
-      b = load_raw<8>(args.B.data, dtype, token * args.B.stride[0] + state_group * args.B.stride[1] + vector_column(),
+    if (vector_token < tokens) {
+      const int64_t token = start + vector_token;
+      b = load_raw<8>(args.B.data, dtype, token * args.B.stride[0] + state_group * args.B.stride[1] + vector_column,
                       params.b_aligned);
-      c = load_raw<8>(args.C.data, dtype, token * args.C.stride[0] + state_group * args.C.stride[1] + vector_column(),
+      c = load_raw<8>(args.C.data, dtype, token * args.C.stride[0] + state_group * args.C.stride[1] + vector_column,
                       params.c_aligned);
     }
-    if (x_token() < tokens) {
-      x = load_raw<8>(args.x.data, dtype,
-                      (start + x_token()) * args.x.stride[0] + head * args.x.stride[1] + first_row + x_column(),
+    if (x_token < tokens) {
+      x = load_raw<8>(args.x.data, dtype, (start + x_token) * args.x.stride[0] + head * args.x.stride[1] + x_column,
                       params.x_aligned);
     }
-    if (step_token() < tokens) {
-      dt =
-          load_bits(args.dt.data, args.dt.dtype, (start + step_token()) * args.dt.stride[0] + head * args.dt.stride[1]);
+    if (step_token < tokens) {
+      dt = load_bits(args.dt.data, args.dt.dtype, (start + step_token) * args.dt.stride[0] + head * args.dt.stride[1]);
     }
   }
 
   __device__ void deposit(int tile, TokenTile<kStateDim>& target) const {
     const int tokens = min(count - tile, kTileTokens);
-    if (vector_token() < tokens) {
-      put(b, &target.B[vector_token()][vector_column()]);
-      put(c, &target.C[vector_token()][vector_column()]);
+    if (vector_token < tokens) {
+      put(b, &target.B[vector_token][vector_column]);
+      put(c, &target.C[vector_token][vector_column]);
     }
-    if (x_token() < tokens) put(x, &target.x[x_token()][x_column()]);
-    if (step_token() < tokens) {
+    if (x_token < tokens) put(x, &target.x[x_token][x_column]);
+    if (step_token < tokens) {
       const float delta =
           discretised_step(bits_to_float(dt, params.args.dt.dtype), bias, params.args.dt_min, params.args.dt_max);
-      target.delta[step_token()] = delta;
-      target.decay[step_token()] = expf(__fmul_rn(A, delta));
+      target.delta[step_token] = delta;
+      target.decay[step_token] = expf(__fmul_rn(A, delta));
     }
   }
 
@@ -131,54 +120,36 @@ struct TileLoader {
 };
 
 template <int kStateDim>
-constexpr size_t prefill_shared_bytes(int window) {
-  return std::max(2 * sizeof(TokenTile<kStateDim>), StagedRecords::bytes(window, kStateDim));
+constexpr size_t prefill_shared_bytes(int window, int head_dim) {
+  return std::max(2 * sizeof(TokenTile<kStateDim>), StagedRecords::bytes(window, head_dim, kStateDim));
 }
 
 template <int kStateDim>
-__global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_constant__ ScanParams params,
-                                                              int32_t checkpoint_type) {
-  constexpr int kVec = 4;
-  constexpr int kChunks = kStateDim / (kLanes * kVec);
+__global__ __launch_bounds__(kMaxHeadThreads) void prefill_kernel(const __grid_constant__ ScanParams params) {
   extern __shared__ __align__(16) float prefill_shared[];
   const Problem& problem = params.problem;
   const replayssm_scan_args& args = params.args;
   const int P = problem.geometry.head_dim, H = problem.geometry.num_heads;
-  const int slices = (P + kSliceRows - 1) / kSliceRows;
-  const int first_row = static_cast<int>(blockIdx.x % slices) * kSliceRows;
-  const int head = static_cast<int>(blockIdx.x / slices % H);
-  const int row_index = static_cast<int>(blockIdx.x / slices / H);
-  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int head = static_cast<int>(blockIdx.x % H), row_index = static_cast<int>(blockIdx.x / H);
+  const int p = threadIdx.x / kLanes * kRowsPerGroup, lane = threadIdx.x % kLanes;
 
   const replayssm_plan_row row = params.planned[row_index];
   if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.error,
-             head == 0 && first_row == 0 && threadIdx.x == 0) ||
+             head == 0 && threadIdx.x == 0) ||
       row.count == 0) {
     return;
   }
   const HeadSlot slot(problem, params.layer, row.slot, head);
-  const int slice_p = group * kRowsPerGroup;  // the group's first row in the slice
-  const bool has_rows = first_row + slice_p < P;
-  const int64_t own = static_cast<int64_t>(first_row + slice_p) * kStateDim + lane * kVec;
-
-  float state[kRowsPerGroup][kChunks][kVec] = {};
-  if (has_rows && !(row.flags & REPLAYSSM_ROW_EMPTY)) {
-#pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        load_vector<kVec>(slot.checkpoint, checkpoint_type, own + i * kStateDim + c * kLanes * kVec, true, state[i][c]);
-      }
-  }
+  HeadState<kStateDim> state = {};
+  if (p < P && !(row.flags & REPLAYSSM_ROW_EMPTY)) load_state<kStateDim>(problem, slot.checkpoint, p, lane, state);
   const float A = decay_rate(args.A_log, head);
-  TileLoader<kStateDim> loader(params, row, head, first_row, A);
+  TileLoader<kStateDim> loader(params, row, head, A);
   loader.fetch(0);
   if (row.history > 0) {
-    const StagedRecords records(prefill_shared, problem.config.window, kStateDim);
-    records.stage(problem, slot, ring_position(row.ring_row, -row.history, problem.ring_rows), row.history, first_row,
-                  A);
-    if (has_rows) {
-      fold_records(state, records.x + slice_p, StagedRecords::kXStride, records.B, kStateDim, records.weight,
+    const StagedRecords records(prefill_shared, problem.config.window, P, kStateDim);
+    records.stage(problem, slot, ring_position(row.ring_row, -row.history, problem.ring_rows), row.history, A);
+    if (p < P) {
+      fold_records(state, records.x + p, StagedRecords::x_stride(P), records.B, kStateDim, records.weight,
                    *records.decay, row.history, lane, kStateDim);
     }
     __syncthreads();  // the tiles take the place of the records
@@ -192,26 +163,26 @@ __global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_const
     loader.deposit(tile, tiles[buffer]);
     __syncthreads();
     if (tile + kTileTokens < row.count) loader.fetch(tile + kTileTokens);
-    if (!has_rows) continue;
+    if (p >= P) continue;
 
     const TokenTile<kStateDim>& now = tiles[buffer];
     const int tokens = min(row.count - tile, kTileTokens);
     float y[kRowsPerGroup] = {};  // of token `lane`
-#pragma unroll 2
+#pragma unroll 1
     for (int t = 0; t < tokens; ++t) {
       const float delta = now.delta[t], decay = now.decay[t];
       float scaled[kRowsPerGroup], sum[kRowsPerGroup] = {};
 #pragma unroll
-      for (int i = 0; i < kRowsPerGroup; ++i) scaled[i] = __fmul_rn(delta, now.x[t][slice_p + i]);
+      for (int i = 0; i < kRowsPerGroup; ++i) scaled[i] = __fmul_rn(delta, now.x[t][p + i]);
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        float b[kVec], q[kVec];
-        load_shared<kVec>(&now.B[t][(c * kLanes + lane) * kVec], b);
-        load_shared<kVec>(&now.C[t][(c * kLanes + lane) * kVec], q);
+      for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+        float b[kHeadVec], q[kHeadVec];
+        load_shared<kHeadVec>(&now.B[t][(c * kLanes + lane) * kHeadVec], b);
+        load_shared<kHeadVec>(&now.C[t][(c * kLanes + lane) * kHeadVec], q);
 #pragma unroll
         for (int i = 0; i < kRowsPerGroup; ++i)
 #pragma unroll
-          for (int v = 0; v < kVec; ++v) {
+          for (int v = 0; v < kHeadVec; ++v) {
             state[i][c][v] = fmaf(scaled[i], b[v], __fmul_rn(decay, state[i][c][v]));
             sum[i] = fmaf(state[i][c][v], q[v], sum[i]);
           }
@@ -223,23 +194,19 @@ __global__ __launch_bounds__(kThreads, 3) void prefill_kernel(const __grid_const
       }
     }
     if (lane < tokens) {
-      const int64_t target = (static_cast<int64_t>(row.first_token) + tile + lane) * args.out.stride[0] +
-                             head * args.out.stride[1] + first_row + slice_p;
+      const int64_t target =
+          (static_cast<int64_t>(row.first_token) + tile + lane) * args.out.stride[0] + head * args.out.stride[1] + p;
 #pragma unroll
       for (int i = 0; i < kRowsPerGroup; ++i) {
-        if (args.D.data) y[i] = fmaf(skip, now.x[lane][slice_p + i], y[i]);
+        if (args.D.data) y[i] = fmaf(skip, now.x[lane][p + i], y[i]);
         store_scalar(args.out.data, problem.config.activation, target + i, y[i]);
       }
     }
   }
 
-  if (!has_rows) return;
-#pragma unroll
-  for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      store_vector<kVec>(slot.checkpoint, checkpoint_type, own + i * kStateDim + c * kLanes * kVec, true, state[i][c]);
-    }
+  const replayssm_plan_row& again = params.planned[row_index];  // the loop needs the registers
+  const StateOwner owner{problem, params.layer, params.error, head, row_index, again.stream, again.writes};
+  store_state<kStateDim>(owner, slot, p, lane, state);
 }
 
 // ---- conventional_step and conventional_verify ---------------------------------------------------------------------
@@ -271,7 +238,7 @@ struct TokenBits {
 
 // kActivation: the dtype, or -1 where only the config knows it. kVerify: conventional_verify, else conventional_step.
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
-__global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventional_kernel(
+__global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
     const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
@@ -306,6 +273,7 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
       kVerify && (row.flags & REPLAYSSM_ROW_SNAPSHOT) ? snapshot + (row.history - 1) * state_size : checkpoint;
 
   for (int p = group * kRows; p < P; p += Shape::kBlockRows) {
+    bool finite = true;
     const int own = p * N + lane * kVec;
     uint4 raw[kRows][kChunks];
 #pragma unroll
@@ -379,10 +347,13 @@ __global__ __launch_bounds__(kThreads, Tile<kHeadDim>::kCtasPerSm) void conventi
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           if (c * kLanes * kVec >= N) break;
-          __stcs(reinterpret_cast<uint4*>(target + i * N + c * kLanes * kVec), Packed<Stored>::pack(state[i][c]));
+          const uint4 stored = Packed<Stored>::pack(state[i][c]);
+          finite = finite && is_finite<Stored>(stored);
+          __stcs(reinterpret_cast<uint4*>(target + i * N + c * kLanes * kVec), stored);
         }
       target += state_size;
     }
+    if (!finite) report_not_finite(params.error, H, params.layer.layer);
   }
 }
 
@@ -430,16 +401,15 @@ replayssm_status prefill(const replayssm_exec& exec, const Problem& problem, con
                          const replayssm_scan_args& args) {
   if (rows == 0) return REPLAYSSM_OK;
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
-  const int32_t checkpoint_type = checkpoint_dtype(problem.config.checkpoint);
-  const int64_t slices = (problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
-  const int64_t blocks = slices * rows * problem.geometry.num_heads;
+  const replayssm_geometry& g = problem.geometry;
+  const int64_t blocks = static_cast<int64_t>(rows) * g.num_heads;
   const int window = problem.config.window;
-  if (problem.geometry.state_dim == 64) {
-    return launch("prefill", prefill_kernel<64>, blocks, kThreads, prefill_shared_bytes<64>(window), exec, params,
-                  checkpoint_type);
+  if (g.state_dim == 64) {
+    return launch("prefill", prefill_kernel<64>, blocks, head_threads(g), prefill_shared_bytes<64>(window, g.head_dim),
+                  exec, params);
   }
-  return launch("prefill", prefill_kernel<128>, blocks, kThreads, prefill_shared_bytes<128>(window), exec, params,
-                checkpoint_type);
+  return launch("prefill", prefill_kernel<128>, blocks, head_threads(g), prefill_shared_bytes<128>(window, g.head_dim),
+                exec, params);
 }
 
 replayssm_status conventional_step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,

@@ -9,8 +9,7 @@
 // changes a cursor that another row's verdict reads, and the cursor kernel needs no order among its rows.
 #include <algorithm>
 
-#include "layout.h"
-#include "records.cuh"
+#include "head_state.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -28,7 +27,7 @@ __device__ Verdict slot_range(const replayssm_table& table, int32_t slot, int32_
   return {REPLAYSSM_ROW_SLOT_RANGE, slot, table.num_slots};
 }
 
-// ---- materialize: the state is fold_kernel's work (step.cu), the conv inputs are this kernel's --------------------
+// ---- materialize: the state is fold_kernel's work (fold.cu), the conv inputs are this kernel's --------------------
 
 struct TailParams {
   Problem problem;
@@ -78,7 +77,6 @@ struct RestoreParams {
   const int32_t* slots;
   const float* state;
   const float* conv_tail;
-  int32_t blocks_per_row, checkpoint_type;
   bool state_aligned;
 };
 
@@ -90,26 +88,35 @@ __device__ Verdict restore_verdict(const replayssm_table& table, int32_t slot) {
   return error == REPLAYSSM_ROW_OK ? verdict : Verdict{error, slot, flags};
 }
 
-__global__ void restore_kernel(const __grid_constant__ RestoreParams params) {
+// A CTA owns a (row, head), and a share of the row's conv inputs.
+template <int kStateDim>
+__global__ __launch_bounds__(kMaxHeadThreads) void restore_kernel(const __grid_constant__ RestoreParams params) {
   const Problem& problem = params.problem;
   const replayssm_geometry& g = problem.geometry;
-  const int32_t row = blockIdx.x / params.blocks_per_row;
-  const int32_t slot = params.slots[row];
-  if (slot < 0 || restore_verdict(params.table, slot).code != REPLAYSSM_ROW_OK) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.x % params.blocks_per_row) * kCopyThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(params.blocks_per_row) * kCopyThreads;
-
-  const int64_t state_size = static_cast<int64_t>(g.num_heads) * g.head_dim * g.state_dim;
-  char* checkpoint = section_of(params.layer.checkpoint, slot);
-  for (int64_t i = first * 4; i < state_size; i += step * 4) {
-    float value[4];
-    load_vector<4>(params.state, REPLAYSSM_FP32, row * state_size + i, params.state_aligned, value);
-    store_vector<4>(checkpoint, params.checkpoint_type, i, true, value);
+  const int row = blockIdx.x / g.num_heads, head = blockIdx.x % g.num_heads;
+  const int32_t slot_index = params.slots[row];
+  if (slot_index < 0 || restore_verdict(params.table, slot_index).code != REPLAYSSM_ROW_OK) return;
+  const int p = threadIdx.x / kLanes * kRowsPerGroup, lane = threadIdx.x % kLanes;
+  HeadState<kStateDim> state = {};
+  if (p < g.head_dim) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+      for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+        const int64_t state_row = static_cast<int64_t>(blockIdx.x) * g.head_dim + p + i;
+        load_vector<kHeadVec>(params.state, REPLAYSSM_FP32, state_row * kStateDim + (c * kLanes + lane) * kHeadVec,
+                              params.state_aligned, state[i][c]);
+      }
   }
+  const HeadSlot slot(problem, params.layer, slot_index, head);
+  const replayssm_cursor& cursor = params.table.cursors[slot_index];
+  const StateOwner owner{problem, params.layer, params.table.error, head, row, cursor.stream, cursor.writes};
+  store_state<kStateDim>(owner, slot, p, lane, state);
+
   // The slot will stand at K-1 tokens: input r lies in ring row r.
   const int64_t tail_size = static_cast<int64_t>(g.conv_kernel - 1) * problem.conv_channels;
-  char* ring = section_of(params.layer.conv_ring, slot);
-  for (int64_t i = first; i < tail_size; i += step) {
+  char* ring = section_of(params.layer.conv_ring, slot_index);
+  for (int64_t i = head * blockDim.x + threadIdx.x; i < tail_size; i += g.num_heads * blockDim.x) {
     store_scalar(ring, problem.config.activation, i, params.conv_tail[row * tail_size + i]);
   }
 }
@@ -224,7 +231,7 @@ replayssm_status materialize(const replayssm_exec& exec, const Problem& problem,
   if (state) {
     const replayssm_status status =
         launch_fold("materialize", exec,
-                    FoldParams{problem, layer, table, A_log, nullptr, slots, state, rows, starts_aligned(state)});
+                    materialize_params(problem, layer, table, A_log, slots, rows, state, starts_aligned(state)));
     if (status != REPLAYSSM_OK) return status;
   }
   const TailParams params{problem, layer, table, slots, conv_tail, state != nullptr, A_log.data != nullptr};
@@ -237,18 +244,9 @@ replayssm_status restore(const replayssm_exec& exec, const Problem& problem, con
                          const float* conv_tail) {
   if (rows == 0) return REPLAYSSM_OK;
   const replayssm_geometry& g = problem.geometry;
-  const int32_t blocks_per_row = blocks_for(static_cast<int64_t>(g.num_heads) * g.head_dim * g.state_dim / 4);
-  const RestoreParams params{problem,
-                             layer,
-                             table,
-                             slots,
-                             state,
-                             conv_tail,
-                             blocks_per_row,
-                             checkpoint_dtype(problem.config.checkpoint),
-                             starts_aligned(state)};
-  const replayssm_status status =
-      launch("restore", restore_kernel, static_cast<int64_t>(rows) * blocks_per_row, kCopyThreads, 0, exec, params);
+  const RestoreParams params{problem, layer, table, slots, state, conv_tail, starts_aligned(state)};
+  const replayssm_status status = launch("restore", g.state_dim == 64 ? restore_kernel<64> : restore_kernel<128>,
+                                         static_cast<int64_t>(rows) * g.num_heads, head_threads(g), 0, exec, params);
   if (status != REPLAYSSM_OK) return status;
   return launch("restore", restore_cursor_kernel, rows, 32, 0, exec, table, slots, layer.layer, g.conv_kernel - 1);
 }
@@ -265,8 +263,9 @@ replayssm_status copy(const replayssm_exec& exec, const replayssm_table& table, 
 }
 
 cudaError_t load_snapshot_kernels() {
-  for (cudaError_t error : {load_kernel(tail_kernel), load_kernel(restore_kernel), load_kernel(restore_cursor_kernel),
-                            load_kernel(copy_kernel), load_kernel(copy_cursor_kernel)}) {
+  for (cudaError_t error :
+       {load_kernel(tail_kernel), load_kernel(restore_kernel<64>), load_kernel(restore_kernel<128>),
+        load_kernel(restore_cursor_kernel), load_kernel(copy_kernel), load_kernel(copy_cursor_kernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step and flush.
-//
-// step computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
+// step: computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
 // new), without forming a state:
 //
 //     y_s = exp(e(0,h+s)) S C_s + sum_{j<=h+s} W[j,s] x_j + D x_s,      W[j,s] = delta_j exp(e(j,h+s)) (B_j . C_s)
@@ -18,6 +16,8 @@
 //  5. A group of 8 lanes owns rows of S and of the output: a lane sums its columns of S C_s, scales them by the decay,
 //     adds its share of the records (j = lane mod 8), and three shuffles add the lanes up. Four tokens share each
 //     value that is unpacked.
+// Quantised states (a read copy; a checkpoint of FP8 or NVFP4) are folded by fold_kernel before, since their scales are
+// reductions over what a CTA here has not at hand; they go through the run-time sizes below, 16 columns a lane.
 // Every sum's order depends on h, T and the config alone. Dead ring rows are never read.
 //
 // All other sizes, fp32 activations and unaligned inputs go through the same code with run-time sizes (kHeadDim = 0): x
@@ -26,7 +26,7 @@
 
 #include <algorithm>
 
-#include "records.cuh"
+#include "head_state.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -79,6 +79,72 @@ __device__ inline void append_chunk(void* ring, int32_t dtype, int64_t index, co
   }
 }
 
+// What a thread reads of a row of the state at a time: 16 bytes of a plain format, the codes of 16 columns of a
+// quantised one and what they stand for.
+template <typename Stored>
+struct StatePart : Packed<Stored> {
+  static constexpr bool kQuantised = false;
+  using Raw = uint4;
+};
+
+struct QuantisedPart {
+  static constexpr bool kQuantised = true;
+  static constexpr int kVec = 16;
+  static_assert(kLanes * kVec == kMaxStateDim && kVec == kNvfp4Block);
+};
+
+struct Fp8 {};  // E4M3 with row scales
+template <>
+struct StatePart<Fp8> : QuantisedPart {
+  struct Raw {
+    uint4 codes;
+    float scale;
+  };
+
+  __device__ static Raw load(const char* chunk, int P, int N, int row, int column) {
+    return {__ldcs(reinterpret_cast<const uint4*>(chunk + row * N + column)),
+            reinterpret_cast<const float*>(chunk + Fp8Chunk{P, N}.row_scales())[row]};
+  }
+
+  __device__ static void unpack(const Raw& raw, float (&value)[kVec]) {
+    const uint32_t word[4] = {raw.codes.x, raw.codes.y, raw.codes.z, raw.codes.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float part[4];
+      load_e4m3(word[w], part);
+#pragma unroll
+      for (int v = 0; v < 4; ++v) value[4 * w + v] = mul_rn(part[v], raw.scale);
+    }
+  }
+};
+
+struct Nvfp4 {};  // E2M1 with block scales and a head scale
+template <>
+struct StatePart<Nvfp4> : QuantisedPart {
+  struct Raw {
+    uint2 codes;
+    float step;
+  };
+
+  __device__ static Raw load(const char* chunk, int P, int N, int row, int column) {
+    const Nvfp4Chunk layout{P, N};
+    const int index = row * N + column;
+    return {__ldcs(reinterpret_cast<const uint2*>(chunk + index / 2)),
+            nvfp4_step((chunk + layout.block_scales())[index / kNvfp4Block],
+                       *reinterpret_cast<const float*>(chunk + layout.head_scale()))};
+  }
+
+  __device__ static void unpack(const Raw& raw, float (&value)[kVec]) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float part[4];
+      load_e2m1((w < 2 ? raw.codes.x : raw.codes.y) >> w % 2 * 16, part);
+#pragma unroll
+      for (int v = 0; v < 4; ++v) value[4 * w + v] = mul_rn(part[v], raw.step);
+    }
+  }
+};
+
 // What the output loop reads: pointers into shared memory, at the first record and the first token that count.
 template <typename Staged>
 struct OutputView {
@@ -93,9 +159,9 @@ struct OutputView {
 
 // y[u][i]: output of token first + u, row i of the group, without the skip connection; the same in all 8 lanes.
 template <int kTokens, int kRows, int kChunks, typename Stored, typename Staged>
-__device__ inline void evaluate(const uint4 (&state)[kRows][kChunks], const OutputView<Staged>& view, int first,
-                                int lane, float (&y)[kTokens][kRows]) {
-  constexpr int kVec = Packed<Stored>::kVec;
+__device__ inline void evaluate(const typename StatePart<Stored>::Raw (&state)[kRows][kChunks],
+                                const OutputView<Staged>& view, int first, int lane, float (&y)[kTokens][kRows]) {
+  constexpr int kVec = StatePart<Stored>::kVec;
 #pragma unroll
   for (int u = 0; u < kTokens; ++u)
 #pragma unroll
@@ -108,7 +174,7 @@ __device__ inline void evaluate(const uint4 (&state)[kRows][kChunks], const Outp
       if (column >= view.N) break;
       float s[kRows][kVec];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) Packed<Stored>::unpack(state[i][c], s[i]);
+      for (int i = 0; i < kRows; ++i) StatePart<Stored>::unpack(state[i][c], s[i]);
 #pragma unroll
       for (int u = 0; u < kTokens; ++u) {
         float q[kVec];
@@ -150,7 +216,7 @@ __global__ __launch_bounds__(kThreads,
                              Tile<kHeadDim>::kCtasPerSm) void step_kernel(const __grid_constant__ ScanParams params) {
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows;
-  constexpr int kVec = Packed<Stored>::kVec;
+  constexpr int kVec = StatePart<Stored>::kVec;
   constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
   const Problem& problem = params.problem;
   const replayssm_scan_args& args = params.args;
@@ -175,17 +241,23 @@ __global__ __launch_bounds__(kThreads,
   const HeadSlot slot(problem, params.layer, row.slot, head);
 
   // 1. The state.
-  uint4 state[kRows][kChunks];
+  typename StatePart<Stored>::Raw state[kRows][kChunks];
   Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + group * kRows * N + lane * kVec;
   auto load_state = [&](int first_row) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        state[i][c] = make_uint4(0, 0, 0, 0);
+        state[i][c] = {};
         if (!Shape::kTuned && (c * kLanes * kVec >= N || first_row + group * kRows >= P)) continue;
+        if (!stored_before) continue;
         // Read once and by this thread only: leaves the L2 to the records.
-        if (stored_before) {
+        if constexpr (StatePart<Stored>::kQuantised) {
+          const char* const chunk = problem.read_copy_head_bytes > 0 ? slot.read_copy : slot.checkpoint;
+          if (lane * kVec < N) {
+            state[i][c] = StatePart<Stored>::load(chunk, P, N, first_row + group * kRows + i, lane * kVec);
+          }
+        } else {
           state[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec));
         }
       }
@@ -332,21 +404,28 @@ __global__ __launch_bounds__(kThreads,
     }
 
     // 4. Flush.
-    if (fold) {
-      float folded[kRows][kChunks][kVec];
+    if constexpr (!StatePart<Stored>::kQuantised) {
+      if (fold) {
+        float folded[kRows][kChunks][kVec];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) Packed<Stored>::unpack(state[i][c], folded[i][c]);
-      fold_records(folded, x + p, layout.x_stride, B, layout.b_stride, fold_weight, *fold_decay, h, lane, N);
+          for (int c = 0; c < kChunks; ++c) Packed<Stored>::unpack(state[i][c], folded[i][c]);
+        fold_records(folded, x + p, layout.x_stride, B, layout.b_stride, fold_weight, *fold_decay, h, lane, N);
+        const StateOwner owner{problem, params.layer, params.error, head, row_index, row.stream, row.writes};
+        const RoundingKey key = owner.key();
+        bool finite = true;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          if (!Shape::kTuned && c * kLanes * kVec >= N) break;
-          state[i][c] = Packed<Stored>::pack(folded[i][c]);
-          *reinterpret_cast<uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec) = state[i][c];
-        }
+          for (int c = 0; c < kChunks; ++c) {
+            if (!Shape::kTuned && c * kLanes * kVec >= N) break;
+            state[i][c] = pack_plain<Stored>(owner, key, p + i, (c * kLanes + lane) * kVec, folded[i][c]);
+            finite = finite && is_finite<Stored>(state[i][c]);
+            *reinterpret_cast<uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec) = state[i][c];
+          }
+        if (!finite) report_not_finite(params.error, H, params.layer.layer);
+      }
     }
 
     // 5. Outputs. Lane i stores row i of the group: the lanes of a warp fill one run of rows.
@@ -386,87 +465,6 @@ __global__ __launch_bounds__(kThreads,
   }
 }
 
-// ---- flush and materialize -----------------------------------------------------------------------------------------
-
-// A CTA folds a slice of 32 rows of one head and goes on to the next; the grid has a fixed size, since only the device
-// knows how many rows flush.
-constexpr int64_t kFoldBlocks = 2048;
-
-template <typename Stored>
-__global__ __launch_bounds__(kThreads, 5) void fold_kernel(const __grid_constant__ FoldParams params) {
-  constexpr int kVec = Packed<Stored>::kVec;
-  constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
-  extern __shared__ __align__(16) float fold_shared[];
-  const Problem& problem = params.problem;
-  const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, H = problem.geometry.num_heads;
-  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int slices = (P + kSliceRows - 1) / kSliceRows;
-  const bool flush = params.state == nullptr;
-  const int listed = flush ? static_cast<const replayssm_plan_header*>(params.plan)->num_flush : params.rows;
-  const auto* planned = reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(params.plan) +
-                                                                    sizeof(replayssm_plan_header));
-  const auto* flush_rows = reinterpret_cast<const int32_t*>(planned + params.rows);
-
-  for (int64_t item = blockIdx.x; item < static_cast<int64_t>(listed) * H * slices; item += gridDim.x) {
-    const int first_row = static_cast<int>(item % slices) * kSliceRows;
-    const int head = static_cast<int>(item / slices % H);
-    const int index = static_cast<int>(item / slices / H);
-    int32_t slot_index, h, next;
-    bool empty;
-    if (flush) {
-      const replayssm_plan_row& row = planned[flush_rows[index]];
-      slot_index = row.slot, h = row.history, next = row.ring_row;
-      empty = row.flags & REPLAYSSM_ROW_EMPTY;
-      if (h > problem.config.window) continue;  // step refuses and reports it
-    } else {
-      slot_index = params.slots[index];
-      if (slot_index < 0 || slot_index >= params.table.num_slots) continue;
-      const replayssm_cursor cursor = params.table.cursors[slot_index];
-      if (materialize_error(cursor, problem, params.A_log.data != nullptr) != REPLAYSSM_ROW_OK) continue;
-      h = cursor.history, next = static_cast<int32_t>(cursor.tokens % problem.ring_rows);
-      empty = cursor.writes == 0;
-    }
-    const HeadSlot slot(problem, params.layer, slot_index, head);
-    const int p = first_row + group * kRowsPerGroup;
-    auto* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N;
-
-    float state[kRowsPerGroup][kChunks][kVec];
-#pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int column = (c * kLanes + lane) * kVec;
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (!empty && p < P && column < N) raw = *reinterpret_cast<const uint4*>(checkpoint + i * N + column);
-        Packed<Stored>::unpack(raw, state[i][c]);
-      }
-    if (h > 0) {
-      const StagedRecords records(fold_shared, problem.config.window, N);
-      records.stage(problem, slot, ring_position(next, -h, problem.ring_rows), h, first_row,
-                    decay_rate(params.A_log, head));
-      if (p < P) {
-        fold_records(state, records.x + group * kRowsPerGroup, StagedRecords::kXStride, records.B, N, records.weight,
-                     *records.decay, h, lane, N);
-      }
-      __syncthreads();  // before the next slice is staged
-    }
-    if (p >= P) continue;
-#pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int column = (c * kLanes + lane) * kVec;
-        if (column >= N) break;
-        if (flush) {
-          *reinterpret_cast<uint4*>(checkpoint + i * N + column) = Packed<Stored>::pack(state[i][c]);
-        } else {
-          const int64_t target = ((static_cast<int64_t>(index) * H + head) * P + p + i) * N + column;
-          store_vector<kVec>(params.state, REPLAYSSM_FP32, target, params.state_aligned, state[i][c]);
-        }
-      }
-  }
-}
-
 using StepKernel = void(ScanParams);
 struct StepChoice {
   StepKernel* kernel;
@@ -475,43 +473,47 @@ struct StepChoice {
 
 template <typename Stored>
 StepChoice choose_step(int tuned_head_dim, int activation) {
-  const bool bf16 = activation == REPLAYSSM_BF16;
-  switch (tuned_head_dim) {
-    case 64:
-      return {bf16 ? step_kernel<64, Stored, __nv_bfloat16> : step_kernel<64, Stored, __half>, 2};
-    case 80:
-      return {bf16 ? step_kernel<80, Stored, __nv_bfloat16> : step_kernel<80, Stored, __half>, 2};
-    default:
-      return {step_kernel<0, Stored, float>, 4};
+  if constexpr (!StatePart<Stored>::kQuantised) {
+    const bool bf16 = activation == REPLAYSSM_BF16;
+    switch (tuned_head_dim) {
+      case 64:
+        return {bf16 ? step_kernel<64, Stored, __nv_bfloat16> : step_kernel<64, Stored, __half>, 2};
+      case 80:
+        return {bf16 ? step_kernel<80, Stored, __nv_bfloat16> : step_kernel<80, Stored, __half>, 2};
+    }
   }
+  return {step_kernel<0, Stored, float>, 4};
+}
+
+// Calls f with a value of the type of StatePart that steps read: of the read copy if there is one.
+template <typename F>
+auto with_read_format(const replayssm_config& config, F&& f) {
+  if (config.read_copy == REPLAYSSM_READ_COPY_NVFP4 || config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4) {
+    return f(Nvfp4());
+  }
+  if (config.read_copy == REPLAYSSM_READ_COPY_FP8 || config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR) return f(Fp8());
+  return with_checkpoint(config.checkpoint, f);
 }
 
 }  // namespace
-
-replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params) {
-  const int64_t slices = (params.problem.geometry.head_dim + kSliceRows - 1) / kSliceRows;
-  const int64_t blocks = std::min(kFoldBlocks, slices * params.rows * params.problem.geometry.num_heads);
-  const size_t shared = StagedRecords::bytes(params.problem.config.window, params.problem.geometry.state_dim);
-  return with_checkpoint(params.problem.config.checkpoint, [&](auto stored) {
-    return launch(op, fold_kernel<decltype(stored)>, blocks, kThreads, shared, exec, params);
-  });
-}
-
-replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
-                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
-  if (rows == 0) return REPLAYSSM_OK;
-  return launch_fold("flush", exec, FoldParams{problem, layer, table, A_log, plan, nullptr, nullptr, rows, false});
-}
 
 replayssm_status step(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
                       bool flushed) {
   if (rows == 0) return REPLAYSSM_OK;
-  const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed);
+  // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
+  // own, and the rows that flushed read what it left in the L2.
+  const bool quantised =
+      with_read_format(problem.config, [](auto stored) { return StatePart<decltype(stored)>::kQuantised; });
+  if (quantised && !flushed) {
+    const replayssm_status status = launch_fold(
+        "step", exec, flush_params(problem, layer, table, args.A_log, plan, rows, args.max_count, args.num_tokens));
+    if (status != REPLAYSSM_OK) return status;
+  }
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || quantised);
   const int head_dim = tuned_head_dim(params);
-  const StepChoice choice = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
-    return choose_step<decltype(stored)>(head_dim, problem.config.activation);
-  });
+  const StepChoice choice = with_read_format(
+      problem.config, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, problem.config.activation); });
   const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
                           args.max_count, choice.element);
   return launch("step", choice.kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, shared.bytes,
@@ -519,19 +521,20 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 }
 
 cudaError_t load_step_kernels() {
-  for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
-    const cudaError_t error =
-        with_checkpoint(format, [](auto stored) { return load_kernel(fold_kernel<decltype(stored)>); });
-    if (error != cudaSuccess) return error;
-    for (int head_dim : {0, 64, 80}) {
-      for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-        const StepChoice choice =
-            with_checkpoint(format, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, activation); });
-        cudaError_t step_error = load_kernel(choice.kernel);
-        if (step_error == cudaSuccess) {
-          step_error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+  replayssm_config config{};
+  for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4}) {
+    for (int checkpoint : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
+      config.read_copy = read_copy, config.checkpoint = checkpoint;
+      for (int head_dim : {0, 64, 80}) {
+        for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
+          const StepChoice choice = with_read_format(
+              config, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, activation); });
+          cudaError_t error = load_kernel(choice.kernel);
+          if (error == cudaSuccess) {
+            error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+          }
+          if (error != cudaSuccess) return error;
         }
-        if (step_error != cudaSuccess) return step_error;
       }
     }
   }

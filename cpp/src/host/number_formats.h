@@ -6,25 +6,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "formats.h"
 #include "replayssm/replayssm.h"
 
 namespace replayssm::host {
 
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-inline float bf16_to_float(uint16_t value) { return float_of(static_cast<uint32_t>(value) << 16); }
+inline float bf16_to_float(uint16_t value) { return bits_float(static_cast<uint32_t>(value) << 16); }
 
 inline uint16_t float_to_bf16(float value) {
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = float_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN stays NaN
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
@@ -32,19 +22,19 @@ inline uint16_t float_to_bf16(float value) {
 inline float fp16_to_float(uint16_t value) {
   const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
   const uint32_t magnitude = value & 0x7fffu;
-  if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));  // Inf, NaN
+  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));  // Inf, NaN
   // Moving the fields into place and rescaling by 2^112 is exact, subnormals included.
-  return float_of(bits_of(float_of(magnitude << 13) * float_of(0x77800000u)) | sign);
+  return bits_float(float_bits(bits_float(magnitude << 13) * bits_float(0x77800000u)) | sign);
 }
 
 inline uint16_t float_to_fp16(float value) {
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = float_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);   // NaN
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more: Inf
   if (magnitude < 0x38800000u) {  // subnormal in fp16: adding 0.5 lines the fp32 mantissa up with 2^-24 steps
-    return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
+    return static_cast<uint16_t>(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u));
   }
   return static_cast<uint16_t>(sign | ((magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13));
 }

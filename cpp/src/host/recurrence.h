@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/number_formats.h"
+#include "host/chunks.h"
 #include "layout.h"
 
 namespace replayssm::host {
@@ -27,13 +27,11 @@ struct HeadSlot {
   int64_t state_size() const { return int64_t{problem.geometry.head_dim} * problem.geometry.state_dim; }
   int32_t row_of(int64_t record) const { return static_cast<int32_t>(record % problem.ring_rows); }
 
-  char* checkpoint() const {
-    return element_address(at(layer.checkpoint), checkpoint_dtype(problem.config.checkpoint), head * state_size());
-  }
-  // Snapshot t of the head in a buffer of [slots, max_step_tokens, H, P, N].
+  char* checkpoint() const { return at(layer.checkpoint) + head * problem.checkpoint_head_bytes; }
+  char* read_copy() const { return at(layer.read_copy) + head * problem.read_copy_head_bytes; }
+  // Snapshot t of the head in a buffer of [slots, max_step_tokens] checkpoints.
   char* snapshot(const replayssm_buffer& snapshots, int32_t t) const {
-    return element_address(at(snapshots), checkpoint_dtype(problem.config.checkpoint),
-                           (int64_t{t} * problem.geometry.num_heads + head) * state_size());
+    return at(snapshots) + (int64_t{t} * problem.geometry.num_heads + head) * problem.checkpoint_head_bytes;
   }
   char* x(int64_t record) const {
     return element_address(at(layer.x_ring), problem.config.activation,
@@ -81,25 +79,64 @@ inline float replay_weights(const float* delta, int32_t count, float A, float* w
   return std::exp(exponent);
 }
 
-// state [P,N] of the head from, and to, where it is `stored` in the checkpoint format.
+// state [P,N] of the head from, and to, where it is `stored` in the checkpoint format. store_state returns whether it
+// is finite as stored; `stream` and `writes` are those of the slot before this write.
 inline void load_state(const HeadSlot& head, const char* stored, float* state) {
-  load_row(stored, checkpoint_dtype(head.problem.config.checkpoint), head.state_size(), state);
+  const replayssm_geometry& g = head.problem.geometry;
+  const int32_t format = head.problem.config.checkpoint;
+  if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return load_fp8(stored, g.head_dim, g.state_dim, state);
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return load_nvfp4(stored, g.head_dim, g.state_dim, state);
+  load_row(stored, checkpoint_dtype(format), head.state_size(), state);
 }
 
-inline void store_state(const HeadSlot& head, const float* state, char* stored) {
-  store_row(state, head.state_size(), checkpoint_dtype(head.problem.config.checkpoint), stored);
+inline bool store_state(const HeadSlot& head, uint64_t stream, int64_t writes, const float* state, char* stored) {
+  const replayssm_geometry& g = head.problem.geometry;
+  const int32_t format = head.problem.config.checkpoint;
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return store_nvfp4(state, g.head_dim, g.state_dim, stored);
+  if (format == REPLAYSSM_CHECKPOINT_FP16_SR || format == REPLAYSSM_CHECKPOINT_FP8_SR) {
+    const int32_t global_head = head.layer.first_head + head.head;
+    const Rounding rounding{rounding_key(head.problem.config.seed, stream, head.layer.layer, global_head), writes};
+    return format == REPLAYSSM_CHECKPOINT_FP16_SR ? store_fp16_sr(state, g.head_dim, g.state_dim, rounding, stored)
+                                                  : store_fp8(state, g.head_dim, g.state_dim, &rounding, stored);
+  }
+  return store_plain(state, head.state_size(), checkpoint_dtype(format), stored);
 }
 
-// state = what the checkpoint of the head holds, zero for a slot whose checkpoint was never written.
+// state = what the recurrence continues from: the checkpoint, or zero for a slot whose state was never written.
 inline void load_checkpoint(const HeadSlot& head, bool empty, float* state) {
   if (empty) {
-    for (int64_t i = 0; i < head.state_size(); ++i) state[i] = 0.0f;
+    std::fill_n(state, head.state_size(), 0.0f);
   } else {
     load_state(head, head.checkpoint(), state);
   }
 }
 
-inline void store_checkpoint(const HeadSlot& head, const float* state) { store_state(head, state, head.checkpoint()); }
+// state = what steps read: the read copy, if there is one.
+inline void load_for_step(const HeadSlot& head, bool empty, float* state) {
+  const replayssm_geometry& g = head.problem.geometry;
+  const int32_t format = head.problem.config.read_copy;
+  if (empty || format == REPLAYSSM_READ_COPY_NONE) {
+    load_checkpoint(head, empty, state);
+  } else if (format == REPLAYSSM_READ_COPY_FP8) {
+    load_fp8(head.read_copy(), g.head_dim, g.state_dim, state);
+  } else {
+    load_nvfp4(head.read_copy(), g.head_dim, g.state_dim, state);
+  }
+}
+
+// Writes checkpoint and read copy; returns whether both are finite as stored.
+inline bool write_state(const HeadSlot& head, uint64_t stream, int64_t writes, const float* state) {
+  const replayssm_geometry& g = head.problem.geometry;
+  const int32_t format = head.problem.config.read_copy;
+  const bool finite = store_state(head, stream, writes, state, head.checkpoint());
+  if (format == REPLAYSSM_READ_COPY_FP8) {
+    return store_fp8(state, g.head_dim, g.state_dim, nullptr, head.read_copy()) && finite;
+  }
+  if (format == REPLAYSSM_READ_COPY_NVFP4) {
+    return store_nvfp4(state, g.head_dim, g.state_dim, head.read_copy()) && finite;
+  }
+  return finite;
+}
 
 // state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before
 // `tokens`.

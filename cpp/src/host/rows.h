@@ -3,16 +3,43 @@
 // Row checks and the parallel loop that the host ops share.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "cursor_rules.h"
 
 namespace replayssm::host {
 
+// Keeps the first error; but one that refuses a row replaces the report of a state that is not finite.
 inline void report(const replayssm_table& table, replayssm_row_error code, int32_t row, int64_t given,
                    int64_t expected) {
-  if (table.error->code == REPLAYSSM_ROW_OK) *table.error = {code, row, given, expected, 0};
+  const int32_t kept = table.error->code;
+  if (kept == REPLAYSSM_ROW_OK || (kept == REPLAYSSM_ROW_STATE_NOT_FINITE && code != REPLAYSSM_ROW_STATE_NOT_FINITE))
+    *table.error = {code, row, given, expected, 0};
 }
+
+// Of the heads whose stored state is not finite, the first: tasks run in any order, the report is always the same.
+class NotFinite {
+ public:
+  explicit NotFinite(int32_t num_heads) : num_heads_(num_heads) {}
+
+  void note(int32_t row, int32_t head) {
+    const int64_t index = int64_t{row} * num_heads_ + head;
+    int64_t least = first_.load();
+    while (index < least && !first_.compare_exchange_weak(least, index)) {
+    }
+  }
+
+  void report_to(const replayssm_table& table, int32_t layer) const {
+    const int64_t first = first_.load();
+    if (first == INT64_MAX) return;
+    report(table, REPLAYSSM_ROW_STATE_NOT_FINITE, static_cast<int32_t>(first / num_heads_), first % num_heads_, layer);
+  }
+
+ private:
+  int32_t num_heads_;
+  std::atomic<int64_t> first_{INT64_MAX};
+};
 
 // Reports and returns false if a live row's tokens lie beyond the tensors, its count above max_count, or its state
 // among snapshots that the op does not know.

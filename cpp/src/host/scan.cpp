@@ -5,7 +5,9 @@
 //
 // step evaluates outputs only: with records 1..h of the slot and h+1..h+T of this step,
 //     y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,
-// so that no state is formed and the checkpoint is read once. The others run the recurrence.
+// so that no state is formed and the checkpoint (or its read copy) is read once. The others run the recurrence.
+//
+// A task returns whether the states that it stored, if any, are finite.
 #include <algorithm>
 
 #include "host/recurrence.h"
@@ -40,13 +42,13 @@ struct HeadTokens {
   float skip() const { return args.D.data ? load_element(args.D, head) : 0.0f; }
 };
 
-void flush_head(const HeadSlot& head, const replayssm_plan_row& row, float A, float* state) {
+bool flush_head(const HeadSlot& head, const replayssm_plan_row& row, float A, float* state) {
   load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
   fold_records(head, row.tokens, row.history, A, state);
-  store_checkpoint(head, state);
+  return write_state(head, row.stream, row.writes, state);
 }
 
-void step_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args, bool flushed) {
+bool step_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args, bool flushed) {
   const int32_t P = head.problem.geometry.head_dim, N = head.problem.geometry.state_dim;
   const int32_t dtype = head.problem.config.activation;
   const HeadTokens tokens(args, row, head);
@@ -54,9 +56,9 @@ void step_head(const HeadSlot& head, const replayssm_plan_row& row, const replay
   float state[kMaxHeadDim * kMaxStateDim];
 
   const bool flush = row.flags & REPLAYSSM_ROW_FLUSH;
-  if (flush && !flushed) flush_head(head, row, A, state);
-  // A flushed row reads what the next step will read: the stored checkpoint.
-  load_checkpoint(head, (row.flags & REPLAYSSM_ROW_EMPTY) && !flush, state);
+  const bool finite = !flush || flushed || flush_head(head, row, A, state);
+  // A flushed row reads what the next step will read: what is stored.
+  load_for_step(head, (row.flags & REPLAYSSM_ROW_EMPTY) && !flush, state);
   const int32_t history = flush ? 0 : row.history;
 
   float delta[kMaxRecords], x[kMaxRecords][kMaxHeadDim], B[kMaxRecords][kMaxStateDim];
@@ -92,6 +94,7 @@ void step_head(const HeadSlot& head, const replayssm_plan_row& row, const replay
     for (int32_t p = 0; p < P; ++p) y[p] += skip * x[records - 1][p];
     store_row(y, P, dtype, tokens.out(t));
   }
+  return finite;
 }
 
 // Runs the recurrence over the row's tokens; after_token(t) sees the state after each.
@@ -121,15 +124,15 @@ void recur(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_
   }
 }
 
-void prefill_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args) {
+bool prefill_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args) {
   float state[kMaxHeadDim * kMaxStateDim];
   load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
   fold_records(head, row.tokens, row.history, decay_rate(args.A_log, head.head), state);
   recur(head, row, args, state, [](int32_t) {});
-  if (row.count > 0) store_checkpoint(head, state);
+  return row.count == 0 || write_state(head, row.stream, row.writes, state);
 }
 
-void verify_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args,
+bool verify_head(const HeadSlot& head, const replayssm_plan_row& row, const replayssm_scan_args& args,
                  const replayssm_buffer& snapshots) {
   float state[kMaxHeadDim * kMaxStateDim];
   if (row.flags & REPLAYSSM_ROW_SNAPSHOT) {
@@ -137,20 +140,28 @@ void verify_head(const HeadSlot& head, const replayssm_plan_row& row, const repl
   } else {
     load_checkpoint(head, row.flags & REPLAYSSM_ROW_EMPTY, state);
   }
-  recur(head, row, args, state, [&](int32_t t) { store_state(head, state, head.snapshot(snapshots, t)); });
+  bool finite = true;
+  recur(head, row, args, state, [&](int32_t t) {
+    finite = store_state(head, row.stream, row.writes, state, head.snapshot(snapshots, t)) && finite;
+  });
+  return finite;
 }
 
-// task(row, head) for every head of every live row that `selects`.
+// task(row, head) for every head of every live row that `selects`; reports the first that stored a state that is not
+// finite.
 template <typename Selects, typename Task>
-void for_each_head(const Problem& problem, const replayssm_layer& layer, const void* plan, int32_t rows,
-                   int64_t tokens_per_row, const Selects& selects, const Task& task) {
+void for_each_head(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table, const void* plan,
+                   int32_t rows, int64_t tokens_per_row, const Selects& selects, const Task& task) {
+  NotFinite not_finite(problem.geometry.num_heads);
   const int32_t heads = problem.geometry.num_heads;
   const int64_t work = tokens_per_row * problem.geometry.head_dim * problem.geometry.state_dim;
   parallel_for(int64_t{rows} * heads, work, [&](int64_t i) {
     const replayssm_plan_row& row = plan_rows(plan)[i / heads];
     if (row.slot < 0 || !selects(row)) return;
-    task(HeadSlot{problem, layer, row.slot, static_cast<int32_t>(i % heads)}, row);
+    const HeadSlot head{problem, layer, row.slot, static_cast<int32_t>(i % heads)};
+    if (!task(head, row)) not_finite.note(static_cast<int32_t>(i / heads), head.head);
   });
+  not_finite.report_to(table, layer.layer);
 }
 
 bool every_row(const replayssm_plan_row&) { return true; }
@@ -173,13 +184,13 @@ bool without_records(const replayssm_table& table, const void* plan, int32_t row
 }  // namespace
 
 replayssm_status flush(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
-                       const replayssm_table&, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
+                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log) {
   for_each_head(
-      problem, layer, plan, rows, problem.config.window,
+      problem, layer, table, plan, rows, problem.config.window,
       [](const replayssm_plan_row& row) { return (row.flags & REPLAYSSM_ROW_FLUSH) != 0; },
       [&](const HeadSlot& head, const replayssm_plan_row& row) {
         float state[kMaxHeadDim * kMaxStateDim];
-        flush_head(head, row, decay_rate(A_log, head.head), state);
+        return flush_head(head, row, decay_rate(A_log, head.head), state);
       });
   return REPLAYSSM_OK;
 }
@@ -189,8 +200,9 @@ replayssm_status step(const replayssm_exec&, const Problem& problem, const repla
                       bool flushed) {
   const int32_t max_count = std::min(args.max_count, problem.config.max_step_tokens);
   if (!rows_fit(table, plan, rows, args.num_tokens, max_count, false)) return REPLAYSSM_OK;
-  for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
-                [&](const HeadSlot& head, const replayssm_plan_row& row) { step_head(head, row, args, flushed); });
+  for_each_head(
+      problem, layer, table, plan, rows, tokens_per_row(args, rows), every_row,
+      [&](const HeadSlot& head, const replayssm_plan_row& row) { return step_head(head, row, args, flushed); });
   return REPLAYSSM_OK;
 }
 
@@ -198,8 +210,8 @@ replayssm_status prefill(const replayssm_exec&, const Problem& problem, const re
                          const replayssm_table& table, const void* plan, int32_t rows,
                          const replayssm_scan_args& args) {
   if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, false)) return REPLAYSSM_OK;
-  for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
-                [&](const HeadSlot& head, const replayssm_plan_row& row) { prefill_head(head, row, args); });
+  for_each_head(problem, layer, table, plan, rows, tokens_per_row(args, rows), every_row,
+                [&](const HeadSlot& head, const replayssm_plan_row& row) { return prefill_head(head, row, args); });
   return REPLAYSSM_OK;
 }
 
@@ -215,8 +227,9 @@ replayssm_status conventional_verify(const replayssm_exec&, const Problem& probl
                                      const replayssm_scan_args& args, const replayssm_buffer& snapshots) {
   if (!without_records(table, plan, rows)) return REPLAYSSM_OK;
   if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, true)) return REPLAYSSM_OK;
-  for_each_head(problem, layer, plan, rows, tokens_per_row(args, rows), every_row,
-                [&](const HeadSlot& head, const replayssm_plan_row& row) { verify_head(head, row, args, snapshots); });
+  for_each_head(
+      problem, layer, table, plan, rows, tokens_per_row(args, rows), every_row,
+      [&](const HeadSlot& head, const replayssm_plan_row& row) { return verify_head(head, row, args, snapshots); });
   return REPLAYSSM_OK;
 }
 

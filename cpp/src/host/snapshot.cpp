@@ -83,15 +83,19 @@ replayssm_status restore(const replayssm_exec&, const Problem& problem, const re
   }
   const int32_t heads = problem.geometry.num_heads, taps = problem.geometry.conv_kernel - 1;
   const int64_t state_size = int64_t{problem.geometry.head_dim} * problem.geometry.state_dim;
+  NotFinite not_finite(heads);
   for (int32_t i = 0; i < rows; ++i) {
     if (slots[i] < 0) continue;
-    for (int32_t h = 0; h < heads; ++h)
-      store_checkpoint(HeadSlot{problem, layer, slots[i], h}, state + (int64_t{i} * heads + h) * state_size);
+    replayssm_cursor& cursor = table.cursors[slots[i]];
+    for (int32_t h = 0; h < heads; ++h) {
+      const HeadSlot head{problem, layer, slots[i], h};
+      if (!write_state(head, cursor.stream, cursor.writes, state + (int64_t{i} * heads + h) * state_size))
+        not_finite.note(i, h);
+    }
     for (int32_t k = 0; k < taps; ++k)
       store_row(conv_tail + (int64_t{i} * taps + k) * problem.conv_channels, problem.conv_channels,
                 problem.config.activation, conv_row(problem, layer, slots[i], k));
 
-    replayssm_cursor& cursor = table.cursors[slots[i]];
     uint8_t* restored = table.restored + int64_t{slots[i]} * table.num_layers;
     if (!(cursor.flags & REPLAYSSM_SLOT_RESTORING)) std::fill_n(restored, table.num_layers, uint8_t{0});
     cursor.flags = REPLAYSSM_SLOT_RESTORING;
@@ -99,6 +103,7 @@ replayssm_status restore(const replayssm_exec&, const Problem& problem, const re
     if (std::find(restored, restored + table.num_layers, uint8_t{0}) == restored + table.num_layers)
       cursor = replayssm_cursor{taps, cursor.stream, 1, 0, 0};
   }
+  not_finite.report_to(table, layer.layer);
   return REPLAYSSM_OK;
 }
 

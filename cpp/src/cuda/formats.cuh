@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The conversions of formats.h, by the instructions of targets that have them:
+//
+//     to and from E4M3, to nearest      sm_89 and later
+//     to and from E2M1, to nearest      sm_100a, sm_103a, sm_120a
+//     to FP16 and E4M3, stochastically  sm_100a, sm_103a
+//
+// and by the functions of formats.h elsewhere, which are the definition: the bits are the same. `first` is the lowest
+// result of a word.
+#pragma once
+
+#include "common.cuh"
+#include "formats.h"
+
+#if __CUDA_ARCH__ >= 890
+#define REPLAYSSM_CVT_E4M3
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+#define REPLAYSSM_CVT_E2M1
+#define REPLAYSSM_CVT_RS
+#elif defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define REPLAYSSM_CVT_E2M1
+#endif
+
+namespace replayssm {
+namespace cuda {
+
+// Whether a word of stored values holds no infinity and no NaN.
+template <typename Stored>
+__device__ inline bool is_finite(uint32_t word) {
+  constexpr uint32_t exponent = std::is_same_v<Stored, float>    ? 0x7f800000u
+                                : std::is_same_v<Stored, __half> ? 0x7c007c00u
+                                                                 : 0x7f807f80u;
+  constexpr uint32_t high = exponent & 0xffff0000u, low = exponent & 0xffffu;
+  return (word & high) != high && (low == 0 || (word & low) != low);
+}
+
+template <typename Stored>
+__device__ inline bool is_finite(const uint4& raw) {
+  return is_finite<Stored>(raw.x) && is_finite<Stored>(raw.y) && is_finite<Stored>(raw.z) && is_finite<Stored>(raw.w);
+}
+
+// ---- to float ------------------------------------------------------------------------------------------------------
+
+// Four E4M3 codes.
+__device__ inline void load_e4m3(uint32_t codes, float (&value)[4]) {
+#ifdef REPLAYSSM_CVT_E4M3
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes >> 8 * i)));
+    const float2 both = unpack_pair<__half>(pair);
+    value[i] = both.x, value[i + 1] = both.y;
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value[i] = e4m3_to_float(static_cast<uint8_t>(codes >> 8 * i));
+#endif
+}
+
+// The first four E2M1 codes of a word.
+__device__ inline void load_e2m1(uint32_t codes, float (&value)[4]) {
+#ifdef REPLAYSSM_CVT_E2M1
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    uint32_t pair;
+    asm("{ .reg .b8 codes; cvt.u8.u32 codes, %1; cvt.rn.f16x2.e2m1x2 %0, codes; }" : "=r"(pair) : "r"(codes >> 4 * i));
+    const float2 both = unpack_pair<__half>(pair);
+    value[i] = both.x, value[i + 1] = both.y;
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value[i] = e2m1_to_float(codes >> 4 * i & 15u);
+#endif
+}
+
+// ---- to nearest ----------------------------------------------------------------------------------------------------
+
+__device__ inline uint32_t pack_e4m3(const float (&value)[4]) {
+#ifdef REPLAYSSM_CVT_E4M3
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(value[1]), "f"(value[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(value[3]), "f"(value[2]));
+  return static_cast<uint32_t>(high) << 16 | low;
+#else
+  return float_to_e4m3(value[0]) | static_cast<uint32_t>(float_to_e4m3(value[1])) << 8 |
+         static_cast<uint32_t>(float_to_e4m3(value[2])) << 16 | static_cast<uint32_t>(float_to_e4m3(value[3])) << 24;
+#endif
+}
+
+// 16 bits.
+__device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
+#ifdef REPLAYSSM_CVT_E2M1
+  uint16_t codes;
+  // Adding 0 turns -0 into 0, whose code formats.h gives it.
+  asm("{ .reg .b8 low, high; cvt.rn.satfinite.e2m1x2.f32 low, %2, %1; cvt.rn.satfinite.e2m1x2.f32 high, %4, %3; "
+      "mov.b16 %0, {low, high}; }"
+      : "=h"(codes)
+      : "f"(add_rn(value[0], 0.0f)), "f"(add_rn(value[1], 0.0f)), "f"(add_rn(value[2], 0.0f)),
+        "f"(add_rn(value[3], 0.0f)));
+  return codes;
+#else
+  return float_to_e2m1(value[0]) | float_to_e2m1(value[1]) << 4 | float_to_e2m1(value[2]) << 8 |
+         float_to_e2m1(value[3]) << 12;
+#endif
+}
+
+// ---- stochastically ------------------------------------------------------------------------------------------------
+
+// `random` is a word of rounding_words: columns 2k and 2k + 1 of a draw take word k.
+__device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t random) {
+#ifdef REPLAYSSM_CVT_RS
+  if (fp16_sr_hardware(first) && fp16_sr_hardware(second)) {
+    uint32_t pair;
+    asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
+    return pair;
+  }
+#endif
+  return float_to_fp16_sr(first, random & 0x1fffu) |
+         static_cast<uint32_t>(float_to_fp16_sr(second, random >> 16 & 0x1fffu)) << 16;
+}
+
+// The 8 columns of a draw.
+__device__ inline uint4 pack_fp16_sr(const float (&value)[kFp16PerDraw], const RandomWords& random) {
+  return make_uint4(pack_fp16_sr(value[0], value[1], random.word[0]), pack_fp16_sr(value[2], value[3], random.word[1]),
+                    pack_fp16_sr(value[4], value[5], random.word[2]), pack_fp16_sr(value[6], value[7], random.word[3]));
+}
+
+// Columns 4k to 4k + 3 of a draw take word k.
+__device__ inline uint32_t pack_e4m3_sr(const float (&value)[4], uint32_t random) {
+#ifdef REPLAYSSM_CVT_RS
+  uint32_t codes;
+  asm("cvt.rs.satfinite.e4m3x4.f32 %0, {%1, %2, %3, %4}, %5;"
+      : "=r"(codes)
+      : "f"(value[3]), "f"(value[2]), "f"(value[1]), "f"(value[0]), "r"(random));
+  return codes;
+#else
+  const RandomWords words{{random}};
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes |= static_cast<uint32_t>(float_to_e4m3_sr(value[i], e4m3_random(words, i))) << 8 * i;
+  }
+  return codes;
+#endif
+}
+
+}  // namespace cuda
+}  // namespace replayssm

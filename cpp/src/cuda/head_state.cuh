@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The float32 state of a head in the registers of a CTA: out of a checkpoint, and into checkpoint and read copy, in any
+// format (the chunks that replayssm.h describes, the arithmetic of formats.h). For flush, materialize, prefill,
+// restore.
+//
+// A group of 8 lanes owns two rows, chunk c of a lane being the 4 columns from (c * 8 + lane) * 4 on, and the CTA has a
+// group for every pair of rows. So a scale over 16 columns is a reduction over 4 lanes, over a row one over a group,
+// over the head one over the CTA, and every cast starts from the float32 values. The groups of a warp have rows all or
+// none (head_dim is a multiple of 8): whole warps shuffle.
+//
+// A draw of random bits serves more columns than a lane has in a chunk. Lanes share their draws: each draws for another
+// row or chunk, and they exchange words.
+#pragma once
+
+#include <algorithm>
+
+#include "formats.cuh"
+#include "records.cuh"
+
+namespace replayssm {
+namespace cuda {
+
+constexpr int kRowsPerGroup = 2;
+constexpr int kHeadVec = 4;
+constexpr int kMaxHeadThreads = kMaxHeadDim / kRowsPerGroup * kLanes;
+
+// At least kThreads: small heads leave some warps without rows.
+inline int head_threads(const replayssm_geometry& geometry) {
+  return std::max(kThreads, geometry.head_dim / kRowsPerGroup * kLanes);
+}
+
+template <int kStateDim>
+constexpr int kHeadChunks = kStateDim / (kLanes * kHeadVec);
+
+// The part of a thread.
+template <int kStateDim>
+using HeadState = float[kRowsPerGroup][kHeadChunks<kStateDim>][kHeadVec];
+
+// The dtype in which a plain checkpoint format stores a value.
+__device__ inline int32_t plain_dtype(int32_t checkpoint_format) {
+  return checkpoint_format == REPLAYSSM_CHECKPOINT_FP32   ? REPLAYSSM_FP32
+         : checkpoint_format == REPLAYSSM_CHECKPOINT_BF16 ? REPLAYSSM_BF16
+                                                          : REPLAYSSM_FP16;
+}
+
+// Rows p and p + 1 of the checkpoint at `chunk`; for threads that own rows.
+template <int kStateDim>
+__device__ inline void load_state(const Problem& problem, const char* chunk, int p, int lane,
+                                  HeadState<kStateDim>& state) {
+  const int P = problem.geometry.head_dim, format = problem.config.checkpoint;
+  const Fp8Chunk fp8{P, kStateDim};
+  const Nvfp4Chunk nvfp4{P, kStateDim};
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+    for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+      float (&value)[kHeadVec] = state[i][c];
+      const int index = (p + i) * kStateDim + (c * kLanes + lane) * kHeadVec;
+      if (format == REPLAYSSM_CHECKPOINT_FP8_SR) {
+        const float scale = reinterpret_cast<const float*>(chunk + fp8.row_scales())[p + i];
+        load_e4m3(*reinterpret_cast<const uint32_t*>(chunk + index), value);
+#pragma unroll
+        for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(value[v], scale);
+      } else if (format == REPLAYSSM_CHECKPOINT_NVFP4) {
+        const uint8_t block_scale = (chunk + nvfp4.block_scales())[index / kNvfp4Block];
+        const float step = nvfp4_step(block_scale, *reinterpret_cast<const float*>(chunk + nvfp4.head_scale()));
+        load_e2m1(*reinterpret_cast<const uint16_t*>(chunk + index / 2), value);
+#pragma unroll
+        for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(value[v], step);
+      } else {
+        load_vector<kHeadVec>(chunk, plain_dtype(format), index, true, value);
+      }
+    }
+}
+
+// ---- storing -------------------------------------------------------------------------------------------------------
+
+// Whose state is stored: what its rounding is keyed by, and where a complaint goes.
+struct StateOwner {
+  const Problem& problem;
+  const replayssm_layer& layer;
+  replayssm_error* error;
+  int32_t head, row;
+  uint64_t stream;
+  int64_t writes;
+
+  __device__ bool rounds_stochastically() const {
+    return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR ||
+           problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR;
+  }
+  // All zero where nothing is rounded stochastically.
+  __device__ RoundingKey key() const {
+    if (!rounds_stochastically()) return {};
+    return rounding_key(problem.config.seed, stream, layer.layer, layer.first_head + head);
+  }
+  __device__ void report_not_finite() const { report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, row, head, layer.layer); }
+};
+
+// 16 bytes of a plain format, from column `column` of row p on, for kernels that fold and read on.
+template <typename Stored>
+__device__ inline uint4 pack_plain(const StateOwner& owner, const RoundingKey& key, int p, int column,
+                                   const float (&value)[Packed<Stored>::kVec]) {
+  if constexpr (std::is_same_v<Stored, __half>) {
+    if (owner.rounds_stochastically()) {
+      return pack_fp16_sr(value, rounding_words(key, p, column / kFp16PerDraw, owner.writes));
+    }
+  }
+  return Packed<Stored>::pack(value);
+}
+
+// The bits of the smallest magnitude that a plain format, rounding to nearest, stores as infinity.
+__device__ inline uint32_t infinite_from(int32_t checkpoint_format) {
+  return checkpoint_format == REPLAYSSM_CHECKPOINT_FP16   ? 0x477ff000u
+         : checkpoint_format == REPLAYSSM_CHECKPOINT_BF16 ? 0x7f7f8000u
+                                                          : kInfinityBits;
+}
+
+__device__ inline uint32_t shuffle_xor(uint32_t value, int distance) {
+  return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+__device__ inline uint32_t larger_of_both(uint32_t value, int distance) {
+  return max(value, shuffle_xor(value, distance));
+}
+
+__device__ inline uint32_t amax_of(const float (&value)[kHeadVec]) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int v = 0; v < kHeadVec; ++v) amax = max(amax, magnitude_bits(value[v]));
+  return amax;
+}
+
+// The maximum over a CTA, for all its threads together.
+__device__ inline uint32_t max_over_cta(uint32_t value) {
+  __shared__ uint32_t warp_max[kMaxHeadThreads / 32];
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, value);
+  if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  uint32_t result = 0;
+  for (int warp = 0; warp < blockDim.x / 32; ++warp) result = max(result, warp_max[warp]);
+  __syncthreads();  // before the next maximum
+  return result;
+}
+
+// word[index]; no array in local memory.
+__device__ inline uint32_t choose(const uint32_t (&word)[4], int index) {
+  const uint32_t even = index & 2 ? word[2] : word[0], odd = index & 2 ? word[3] : word[1];
+  return index & 1 ? odd : even;
+}
+
+// The stores below are for whole warps that own rows.
+
+template <int kStateDim>
+__device__ inline void store_plain(const Problem& problem, char* chunk, int p, int lane,
+                                   const HeadState<kStateDim>& state) {
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i)
+#pragma unroll
+    for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+      store_vector<kHeadVec>(chunk, plain_dtype(problem.config.checkpoint),
+                             (p + i) * kStateDim + (c * kLanes + lane) * kHeadVec, true, state[i][c]);
+    }
+}
+
+// FP16, stochastically. Returns whether all results of the thread are finite.
+template <int kStateDim>
+__device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p, int lane,
+                                     const HeadState<kStateDim>& state) {
+  const RoundingKey key = owner.key();
+  const bool odd = lane % 2 == 1;
+  bool finite = true;
+#pragma unroll
+  for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+    // A draw serves two lanes: the even one draws for row p, the odd one for row p + 1. The even one uses the front of
+    // either draw, the odd one the back.
+    const int column = (c * kLanes + lane) * kHeadVec;
+    const RandomWords drawn = rounding_words(key, p + lane % 2, column / kFp16PerDraw, owner.writes);
+    uint32_t random[kRowsPerGroup][2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const uint32_t front = drawn.word[w], back = drawn.word[w + 2];
+      const uint32_t taken = shuffle_xor(odd ? front : back, 1);
+      random[0][w] = odd ? taken : front;
+      random[1][w] = odd ? back : taken;
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i) {
+      const float (&value)[kHeadVec] = state[i][c];
+      const uint32_t low = pack_fp16_sr(value[0], value[1], random[i][0]);
+      const uint32_t high = pack_fp16_sr(value[2], value[3], random[i][1]);
+      finite = finite && is_finite<__half>(low) && is_finite<__half>(high);
+      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(low, high);
+    }
+  }
+  return finite;
+}
+
+// E4M3 with row scales: a read copy, rounded to nearest, or a checkpoint, stochastically.
+template <int kStateDim>
+__device__ inline void store_fp8(const StateOwner& owner, char* chunk, bool stochastic, int p, int lane,
+                                 const HeadState<kStateDim>& state, const uint32_t (&row_amax)[kRowsPerGroup]) {
+  constexpr int kQuad = kE4m3PerDraw / kHeadVec;  // lanes that a draw serves
+  static_assert(kQuad == 4 && kRowsPerGroup == 2 && kHeadChunks<kStateDim> % 2 == 0);
+  const Fp8Chunk layout{owner.problem.geometry.head_dim, kStateDim};
+  const int member = lane % kQuad;
+  float scale[kRowsPerGroup];
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i) {
+    scale[i] = fp8_row_scale(row_amax[i]);
+    if (lane == i) reinterpret_cast<float*>(chunk + layout.row_scales())[p + i] = scale[i];
+  }
+  const RoundingKey key = owner.key();
+#pragma unroll
+  for (int c = 0; c < kHeadChunks<kStateDim>; c += 2) {
+    // Item k of a quad is row p + k / 2, chunk c + k % 2. Member k draws for item k; member m uses word m of each draw.
+    uint32_t random[4] = {};
+    if (stochastic) {
+      const RandomWords drawn = rounding_words(
+          key, p + member / 2, ((c + member % 2) * kLanes + lane) * kHeadVec / kE4m3PerDraw, owner.writes);
+      uint32_t received[4];  // received[d]: from member ^ d, for item member ^ d
+#pragma unroll
+      for (int d = 0; d < 4; ++d) received[d] = shuffle_xor(choose(drawn.word, member ^ d), d);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) random[k] = choose(received, member ^ k);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int i = k / 2, column = ((c + k % 2) * kLanes + lane) * kHeadVec;
+      float value[kHeadVec];
+#pragma unroll
+      for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c + k % 2][v], scale[i]);
+      *reinterpret_cast<uint32_t*>(chunk + (p + i) * kStateDim + column) =
+          stochastic ? pack_e4m3_sr(value, random[k]) : pack_e4m3(value);
+    }
+  }
+}
+
+// E2M1 with block scales and a head scale.
+template <int kStateDim>
+__device__ inline void store_nvfp4(const Problem& problem, char* chunk, int p, int lane,
+                                   const HeadState<kStateDim>& state, uint32_t head_amax) {
+  static_assert(kNvfp4Block == 4 * kHeadVec && kHeadChunks<kStateDim> % 2 == 0 && kHeadChunks<kStateDim> <= 4);
+  const Nvfp4Chunk layout{problem.geometry.head_dim, kStateDim};
+  const bool odd = lane % 2 == 1;
+  const float head_scale = nvfp4_head_scale(head_amax);
+  if (threadIdx.x == 0) {  // and the zeros behind it
+    *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i) {
+    uint32_t scales = 0;  // byte c: of block 2c in the first half of the group, 2c + 1 in the second
+    uint32_t codes[kHeadChunks<kStateDim>];
+#pragma unroll
+    for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
+      const uint32_t block_amax = larger_of_both(larger_of_both(amax_of(state[i][c]), 1), 2);
+      const uint8_t block_scale = nvfp4_block_scale(block_amax, head_scale);
+      scales |= static_cast<uint32_t>(block_scale) << 8 * c;
+      const float step = nvfp4_step(block_scale, head_scale);
+      float value[kHeadVec];
+#pragma unroll
+      for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c][v], step);
+      codes[c] = pack_e2m1(value);
+    }
+    // Two lanes have a word of codes in a chunk: the even one stores that of chunk c, the odd one that of chunk c + 1.
+#pragma unroll
+    for (int c = 0; c < kHeadChunks<kStateDim>; c += 2) {
+      const uint32_t taken = shuffle_xor(odd ? codes[c] : codes[c + 1], 1);
+      const uint32_t word = odd ? taken | codes[c + 1] << 16 : codes[c] | taken << 16;
+      const int column = odd ? ((c + 1) * kLanes + lane - 1) * kHeadVec : (c * kLanes + lane) * kHeadVec;
+      *reinterpret_cast<uint32_t*>(chunk + ((p + i) * kStateDim + column) / 2) = word;
+    }
+    const uint32_t of_odd_blocks = shuffle_xor(scales, kLanes / 2);
+    if (lane == 0) {
+      char* const target = chunk + layout.block_scales() + (p + i) * (kStateDim / kNvfp4Block);
+      const uint32_t front = __byte_perm(scales, of_odd_blocks, 0x5140);
+      if constexpr (kHeadChunks<kStateDim> == 4) {
+        *reinterpret_cast<uint2*>(target) = make_uint2(front, __byte_perm(scales, of_odd_blocks, 0x7362));
+      } else {
+        *reinterpret_cast<uint32_t*>(target) = front;
+      }
+    }
+  }
+}
+
+// Casts the state of a head to its checkpoint and its read copy. For all threads of a CTA together; those without rows
+// bring zeros.
+template <int kStateDim>
+__device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot, int p, int lane,
+                                   const HeadState<kStateDim>& state) {
+  const replayssm_config& config = owner.problem.config;
+  uint32_t row_amax[kRowsPerGroup] = {};
+#pragma unroll
+  for (int i = 0; i < kRowsPerGroup; ++i) {
+#pragma unroll
+    for (int c = 0; c < kHeadChunks<kStateDim>; ++c) row_amax[i] = max(row_amax[i], amax_of(state[i][c]));
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) row_amax[i] = larger_of_both(row_amax[i], distance);
+  }
+  const uint32_t amax = max(row_amax[0], row_amax[1]);  // of the group's rows
+  char* const nvfp4 = config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4 ? slot.checkpoint
+                      : config.read_copy == REPLAYSSM_READ_COPY_NVFP4 ? slot.read_copy
+                                                                      : nullptr;
+  const uint32_t head_amax = nvfp4 ? max_over_cta(amax) : 0;
+  if (p >= owner.problem.geometry.head_dim) return;
+
+  bool finite = amax < infinite_from(config.checkpoint);
+  const bool fp8_checkpoint = config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR;
+  if (config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16) {
+    store_plain<kStateDim>(owner.problem, slot.checkpoint, p, lane, state);
+  } else if (config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR) {
+    finite = store_fp16_sr<kStateDim>(owner, slot.checkpoint, p, lane, state);
+  }
+  if (fp8_checkpoint || config.read_copy == REPLAYSSM_READ_COPY_FP8) {
+    store_fp8<kStateDim>(owner, fp8_checkpoint ? slot.checkpoint : slot.read_copy, fp8_checkpoint, p, lane, state,
+                         row_amax);
+  }
+  if (nvfp4) store_nvfp4<kStateDim>(owner.problem, nvfp4, p, lane, state, head_amax);
+  if (!finite) owner.report_not_finite();
+}
+
+}  // namespace cuda
+}  // namespace replayssm

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The number formats of stored states: E4M3 and E2M1 codes, their scales, stochastic rounding and its random bits.
+//
+// Both implementations compile this file, and one is tested against the other bit by bit. So everything is integer
+// arithmetic or single IEEE operations whose rounding is spelled out (add_rn, mul_rn, div_rn), which no compiler may
+// contract into a fused multiply-add. Kernels may do the same by other instructions; what counts is the result.
+//
+// Rounding to nearest is ties to even. Magnitudes are compared and rounded as integers: the bits of a positive float
+// are in the order of its value, an increment of the lowest kept bit carries into the exponent by itself, and NaN lies
+// above infinity, which lies above every number.
+//
+// Stochastic rounding adds random bits to the mantissa bits that the target lacks, and cuts them off: it rounds up with
+// the probability that the cut-off part is of a step. Blackwell's cvt.rs does so in hardware. Its semantics here:
+//   - PTX ISA 8.7, "cvt": the result is rounded towards zero or away from it by the carry out of the integer addition
+//   of
+//     the random bits to the discarded mantissa bits. For f16x2 (layout of rbits): bits 12..0 for the lower result,
+//     28..16 for the upper one: all 13 discarded bits of a normal result.
+//   - For e4m3x4 the ISA gives 16 bits of rbits to each pair of results. Public measurements on sm_100a (the software
+//     paths and tests of flashinfer, include/flashinfer/mamba/conversion.cuh, and of a second project that agrees) show
+//     the rest: the lower result of a pair takes the 16 bits as they are, the upper one in reverse order; they are
+//     added at the top of the discarded bits, in the subnormal range too; what exceeds 448 saturates.
+//   - Open in public text: f16 results that are subnormal or beyond 65504. There fp16_sr_hardware() is false and the
+//     functions below, which need no hardware, are the definition.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "host_device.h"
+
+namespace replayssm {
+
+// ---- IEEE pieces ---------------------------------------------------------------------------------------------------
+
+REPLAYSSM_HOST_DEVICE inline uint32_t float_bits(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+REPLAYSSM_HOST_DEVICE inline float bits_float(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+REPLAYSSM_HOST_DEVICE inline float add_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+REPLAYSSM_HOST_DEVICE inline float mul_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+REPLAYSSM_HOST_DEVICE inline float div_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kNanBits = 0x7fc00000u;
+
+// The bits of |value|. Their maximum over a set is the bits of its amax, and not below kInfinityBits if one of the set
+// is infinite or NaN.
+REPLAYSSM_HOST_DEVICE inline uint32_t magnitude_bits(float value) { return float_bits(value) & 0x7fffffffu; }
+
+// ---- codes ---------------------------------------------------------------------------------------------------------
+
+// E4M3: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, 0x7f is NaN; largest 448, smallest 2^-9.
+
+REPLAYSSM_HOST_DEVICE inline float e4m3_to_float(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, magnitude = code & 0x7fu;
+  if (magnitude == 0x7fu) return bits_float(sign | kNanBits);
+  // The fields in place, and the exponent's bias corrected by 2^120: exact, subnormal codes included.
+  return bits_float(sign | float_bits(mul_rn(bits_float(magnitude << 20), bits_float(0x7b800000u))));
+}
+
+// To nearest; what exceeds 448 saturates.
+REPLAYSSM_HOST_DEVICE inline uint8_t float_to_e4m3(float value) {
+  const uint32_t sign = float_bits(value) >> 24 & 0x80u, magnitude = magnitude_bits(value);
+  if (magnitude > kInfinityBits) return 0x7fu;
+  if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);
+  // Below 2^-6 codes are 2^-9 apart, like floats in [2^14, 2^15).
+  const uint32_t code = magnitude < 0x3c800000u
+                            ? float_bits(add_rn(bits_float(magnitude), 16384.0f)) - float_bits(16384.0f)
+                            : ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+  return static_cast<uint8_t>(sign | code);
+}
+
+// Stochastically, by 16 random bits; what exceeds 448 saturates.
+REPLAYSSM_HOST_DEVICE inline uint8_t float_to_e4m3_sr(float value, uint32_t random16) {
+  const uint32_t sign = float_bits(value) >> 24 & 0x80u, magnitude = magnitude_bits(value);
+  if (magnitude > kInfinityBits) return 0x7fu;
+  if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);
+  // Below 2^-6: in units of 2^-25, of which a step has 2^16.
+  const uint32_t code = magnitude < 0x3c800000u
+                            ? (static_cast<uint32_t>(mul_rn(bits_float(magnitude), 33554432.0f)) + random16) >> 16
+                            : ((magnitude + (random16 << 4)) >> 20) - (120u << 3);
+  return static_cast<uint8_t>(sign | code);
+}
+
+// E2M1: sign, 2 exponent bits (bias 1), 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+
+REPLAYSSM_HOST_DEVICE inline float e2m1_to_float(uint32_t code) {
+  const float magnitude = mul_rn(bits_float((code & 7u) << 22), bits_float(0x7e800000u));  // bias corrected by 2^126
+  return bits_float((code & 8u) << 28 | float_bits(magnitude));
+}
+
+// To nearest; what exceeds 6 saturates. Numbers below zero that round to zero get the code of -0, -0 itself that of +0.
+REPLAYSSM_HOST_DEVICE inline uint32_t float_to_e2m1(float value) {
+  const uint32_t sign = value < 0.0f ? 8u : 0u, magnitude = magnitude_bits(value);
+  if (magnitude >= 0x40c00000u) return sign | 7u;
+  // Below 1 codes are 0.5 apart, like floats in [2^22, 2^23).
+  const uint32_t code = magnitude < 0x3f800000u
+                            ? float_bits(add_rn(bits_float(magnitude), 4194304.0f)) - float_bits(4194304.0f)
+                            : ((magnitude + 0x1fffffu + (magnitude >> 22 & 1u)) >> 22) - (126u << 1);
+  return sign | code;
+}
+
+// FP16 stochastically, by 13 random bits: exactly unbiased for results from 2^-14 to 65504, within 2^-37 (2^-13 of a
+// step) for subnormal ones. Numbers above 65504 become that or infinity, as the random bits say; from 65536 on
+// infinity.
+REPLAYSSM_HOST_DEVICE inline uint16_t float_to_fp16_sr(float value, uint32_t random13) {
+  const uint32_t sign = float_bits(value) >> 16 & 0x8000u, magnitude = magnitude_bits(value);
+  if (magnitude > kInfinityBits) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  // Below 2^-14: in units of 2^-37, of which a step has 2^13.
+  const uint32_t code = magnitude < 0x38800000u
+                            ? (static_cast<uint32_t>(mul_rn(bits_float(magnitude), 137438953472.0f)) + random13) >> 13
+                            : ((magnitude + random13) >> 13) - (112u << 10);
+  return static_cast<uint16_t>(sign | code);
+}
+
+// Whether cvt.rs.f16x2.f32 is known to give the bits of float_to_fp16_sr for this value.
+REPLAYSSM_HOST_DEVICE inline bool fp16_sr_hardware(float value) {
+  const uint32_t magnitude = magnitude_bits(value);
+  return magnitude >= 0x38800000u && magnitude < 0x477fe000u;
+}
+
+// ---- scales --------------------------------------------------------------------------------------------------------
+
+// value / scale, 0 for a scale of 0 (all its values are 0 or too small for it) and for NaN (of values not finite).
+REPLAYSSM_HOST_DEVICE inline float scaled_down(float value, float scale) {
+  return scale > 0.0f ? div_rn(value, scale) : 0.0f;
+}
+
+// amax / divisor, or NaN if amax is not finite.
+REPLAYSSM_HOST_DEVICE inline float scale_of(uint32_t amax_bits, float divisor) {
+  return amax_bits < kInfinityBits ? div_rn(bits_float(amax_bits), divisor) : bits_float(kNanBits);
+}
+
+// The scale of a row of E4M3 codes: S = code * scale.
+REPLAYSSM_HOST_DEVICE inline float fp8_row_scale(uint32_t amax_bits) { return scale_of(amax_bits, 448.0f); }
+
+// The scale g of a head of NVFP4: S = code * (block scale * g).
+REPLAYSSM_HOST_DEVICE inline float nvfp4_head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 448.0f); }
+
+// The E4M3 code of the scale of 16 columns, as Model Optimizer computes it.
+REPLAYSSM_HOST_DEVICE inline uint8_t nvfp4_block_scale(uint32_t amax_bits, float head_scale) {
+  if (!(head_scale > 0.0f)) return 0;
+  const float scale = div_rn(bits_float(amax_bits), mul_rn(6.0f, head_scale));
+  if (scale == 0.0f) return 0x38u;  // 1.0
+  return float_to_e4m3(scale < 0.001953125f ? 0.001953125f : scale);
+}
+
+// What a code of the block stands for: S = code * nvfp4_step, code = E2M1(scaled_down(S, nvfp4_step)).
+REPLAYSSM_HOST_DEVICE inline float nvfp4_step(uint8_t block_scale, float head_scale) {
+  return mul_rn(e4m3_to_float(block_scale), head_scale);
+}
+
+// ---- chunks: where the parts of a head lie, bytes from its start ---------------------------------------------------
+
+struct Fp8Chunk {
+  int32_t head_dim, state_dim;
+
+  REPLAYSSM_HOST_DEVICE int64_t row_scales() const { return int64_t{head_dim} * state_dim; }  // codes lie at 0
+  REPLAYSSM_HOST_DEVICE int64_t bytes() const { return row_scales() + int64_t{head_dim} * 4; }
+};
+
+constexpr int32_t kNvfp4Block = 16;  // columns that share a block scale
+
+struct Nvfp4Chunk {
+  int32_t head_dim, state_dim;
+
+  REPLAYSSM_HOST_DEVICE int64_t block_scales() const { return int64_t{head_dim} * state_dim / 2; }  // codes lie at 0
+  REPLAYSSM_HOST_DEVICE int64_t head_scale() const {
+    return block_scales() + int64_t{head_dim} * state_dim / kNvfp4Block;
+  }
+  REPLAYSSM_HOST_DEVICE int64_t bytes() const { return (head_scale() + 4 + 15) / 16 * 16; }
+};
+
+// ---- random bits ---------------------------------------------------------------------------------------------------
+
+struct RandomWords {
+  uint32_t word[4];
+};
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+REPLAYSSM_HOST_DEVICE inline RandomWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                                                uint32_t k1) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xd2511f53u} * c0, b = uint64_t{0xcd9e8d57u} * c2;
+    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(b);
+    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(a);
+    k0 += 0x9e3779b9u;
+    k1 += 0xbb67ae85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+struct RoundingKey {
+  uint32_t word[2];
+};
+
+// The key of one head of one sequence in one layer. `head` counts the heads of all tensor-parallel ranks: first_head +
+// its index in the layer.
+REPLAYSSM_HOST_DEVICE inline RoundingKey rounding_key(uint64_t seed, uint64_t stream, int32_t layer, int32_t head) {
+  const RandomWords words =
+      philox(static_cast<uint32_t>(stream), static_cast<uint32_t>(stream >> 32), static_cast<uint32_t>(layer),
+             static_cast<uint32_t>(head), static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  return {{words.word[0], words.word[1]}};
+}
+
+constexpr int32_t kFp16PerDraw = 8;  // columns that one draw serves
+constexpr int32_t kE4m3PerDraw = 16;
+
+// The random bits of the columns draw * c .. draw * c + c-1 of row p, c = kFp16PerDraw or kE4m3PerDraw, when the state
+// is written for the time that follows `writes` others.
+REPLAYSSM_HOST_DEVICE inline RandomWords rounding_words(RoundingKey key, int32_t p, int32_t draw, int64_t writes) {
+  return philox(static_cast<uint32_t>(p) << 16 | static_cast<uint32_t>(draw), static_cast<uint32_t>(writes),
+                static_cast<uint32_t>(static_cast<uint64_t>(writes) >> 32), 0, key.word[0], key.word[1]);
+}
+
+// The bits of column i of a draw. Word i / 2 is the rbits of cvt.rs.f16x2.f32 for columns i and i + 1, i even, the even
+// column being the lower result.
+REPLAYSSM_HOST_DEVICE inline uint32_t fp16_random(const RandomWords& words, int32_t i) {
+  return words.word[i / 2] >> (i % 2 * 16) & 0x1fffu;
+}
+
+REPLAYSSM_HOST_DEVICE inline uint32_t reversed16(uint32_t bits) {
+  bits = (bits & 0x5555u) << 1 | (bits >> 1 & 0x5555u);
+  bits = (bits & 0x3333u) << 2 | (bits >> 2 & 0x3333u);
+  bits = (bits & 0x0f0fu) << 4 | (bits >> 4 & 0x0f0fu);
+  return (bits & 0x00ffu) << 8 | (bits >> 8 & 0x00ffu);
+}
+
+// Word i / 4 is the rbits of cvt.rs.satfinite.e4m3x4.f32 for columns i .. i + 3, i a multiple of 4, the first column
+// being the lowest result.
+REPLAYSSM_HOST_DEVICE inline uint32_t e4m3_random(const RandomWords& words, int32_t i) {
+  const uint32_t bits = words.word[i / 4] >> (i % 4 / 2 * 16) & 0xffffu;
+  return i % 2 == 0 ? bits : reversed16(bits);
+}
+
+}  // namespace replayssm

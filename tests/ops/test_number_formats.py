@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes and scales of stored states: against torch's E4M3, a written E2M1 table, Model Optimizer's packing, and at the
+ends of the float range. States are put in by restore and looked at in the slot's bytes.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trtllm_replayssm import MambaGeometry, ReplayConfig, SlotLayout, StatePool
+from trtllm_replayssm.number_formats import E2M1, E4M3
+
+MODEL_OPTIMIZER = load_file(Path(__file__).parent / "data" / "modelopt_nvfp4.safetensors")
+E2M1_TABLE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP8_PAIRS = [("fp32", "fp8"), ("fp8_sr", "none")]
+NVFP4_PAIRS = [("fp32", "nvfp4"), ("fp8_sr", "nvfp4"), ("nvfp4", "none")]
+
+
+def stored(device, state: torch.Tensor, checkpoint: str, read_copy: str):
+    """The pool and a slot's bytes after `state` [H, P, N] was restored."""
+    H, P, N = state.shape
+    geometry = MambaGeometry(H, P, 1, N)
+    pool = StatePool(geometry, ReplayConfig(8, 1, checkpoint, read_copy, "fp32"), 1, 1, device)
+    pool.data.fill_(0xFF)
+    tail = torch.zeros((1, 3, geometry.conv_channels), device=device)
+    pool.restore(0, 0, state[None].contiguous().to(device), tail)
+    return pool, pool.data[0, 0].cpu().numpy()
+
+
+def parts(device, state, checkpoint, read_copy) -> dict[str, np.ndarray]:
+    """Codes and scales of the copy, or of the checkpoint if there is no copy."""
+    pool, blob = stored(device, state, checkpoint, read_copy)
+    name = "checkpoint" if read_copy == "none" else "read_copy"
+    arrays = pool.layout.unpack(blob)
+    return {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
+
+
+def decoded(device, state, checkpoint, read_copy) -> np.ndarray:
+    """What steps read."""
+    pool, blob = stored(device, state, checkpoint, read_copy)
+    return pool.layout.state(blob, "checkpoint" if read_copy == "none" else "read_copy")
+
+
+def test_tables():
+    exact = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(E4M3, exact)
+    np.testing.assert_array_equal(E2M1, [*E2M1_TABLE, *(-value for value in E2M1_TABLE)])
+
+
+def neighbours(values: np.ndarray) -> np.ndarray:
+    """`values` and the float32 numbers beside them, of both signs."""
+    values = values.astype(np.float32)
+    near = np.concatenate([np.nextafter(values, np.float32(0)), values, np.nextafter(values, np.float32(np.inf))])
+    return np.concatenate([near, -near])
+
+
+def rows_of(values: np.ndarray, largest: float, columns=128) -> np.ndarray:
+    """`values` in rows of `columns`, each opened by `largest`, and padded with it to a multiple of 8 rows."""
+    per_row = columns - 1
+    count = -(-len(values) // (8 * per_row)) * 8
+    rows = np.full((count, columns), largest, np.float32)
+    padded = np.full(count * per_row, largest, np.float32)
+    padded[: len(values)] = values
+    rows[:, 1:] = padded.reshape(count, per_row)
+    return rows
+
+
+def test_e4m3_is_torch_float8_e4m3fn(device):
+    """Every code, every tie between two codes and the floats beside them, subnormals, and random magnitudes."""
+    codes = E4M3[:0x7F].astype(np.float64)
+    rng = np.random.default_rng(0)
+    random = np.exp2(rng.uniform(-14, 8.8, 20_000)) * rng.choice([-1, 1], 20_000)
+    edges = np.concatenate([codes, (codes[1:] + codes[:-1]) / 2])
+    values = np.concatenate([neighbours(edges), random.astype(np.float32), [0.0, -0.0]])
+    values = values[np.abs(values) <= 448]
+    rows = rows_of(values, 448.0)  # a row scale of 1
+    state = torch.from_numpy(rows).reshape(-1, 8, 128)
+    arrays = parts(device, state, "fp32", "fp8")
+    np.testing.assert_array_equal(arrays["row_scales"], 1.0)
+    expected = state.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(arrays["codes"], expected)
+    assert set(expected.ravel()) == set(range(256)) - {0x7F, 0xFF}
+
+
+def nearest_e2m1(values: np.ndarray) -> np.ndarray:
+    """Codes by the definition: the nearest value of the table, the even code of two; below zero 8 more."""
+    distance = np.abs(np.abs(values.astype(np.float64))[..., None] - E2M1_TABLE)
+    preferred = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # argmin takes the first of equals: even codes first
+    return preferred[distance[..., preferred].argmin(-1)] + 8 * (values < 0)
+
+
+def test_e2m1_is_the_nearest_of_the_table(device):
+    rng = np.random.default_rng(0)
+    table = np.array(E2M1_TABLE)
+    edges = np.concatenate([table, (table[1:] + table[:-1]) / 2])
+    values = np.concatenate([neighbours(edges), rng.uniform(-6, 6, 20_000), [0.0, -0.0]]).astype(np.float32)
+    values = values[np.abs(values) <= 6]
+    rows = rows_of(values, 6.0, 16)  # a block scale of 1 ...
+    rows = np.concatenate([rows, np.full((-len(rows) % 64, 16), 6.0, np.float32)]).reshape(-1, 8, 128)
+    rows[:, 7, 112:] = 2688.0  # ... and a head scale of 1
+    arrays = parts(device, torch.from_numpy(rows), "fp32", "nvfp4")
+    np.testing.assert_array_equal(arrays["head_scale"], 1.0)
+    np.testing.assert_array_equal(np.delete(arrays["block_scales"].reshape(len(rows), -1), 63, 1), 0x38)
+    codes = np.stack([arrays["codes"] & 15, arrays["codes"] >> 4], -1).reshape(rows.shape)
+    expected = nearest_e2m1(rows)
+    expected[:, 7, 112:] = 7
+    np.testing.assert_array_equal(codes, expected)
+    assert set(codes.ravel()) == set(range(16))
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", NVFP4_PAIRS)
+def test_nvfp4_is_what_model_optimizer_packs(device, checkpoint, read_copy):
+    """Bytes of codes and scales, and values bit for bit (the file says with which versions)."""
+    arrays = parts(device, MODEL_OPTIMIZER["state"], checkpoint, read_copy)
+    for name in ("codes", "block_scales", "head_scale"):
+        np.testing.assert_array_equal(arrays[name], MODEL_OPTIMIZER[name].numpy(), err_msg=name)
+    read = decoded(device, MODEL_OPTIMIZER["state"], checkpoint, read_copy)
+    steps = MODEL_OPTIMIZER["block_scales"].view(torch.float8_e4m3fn).float()
+    steps = steps * MODEL_OPTIMIZER["head_scale"][:, None, None]
+    codes = torch.stack([MODEL_OPTIMIZER["codes"] & 15, MODEL_OPTIMIZER["codes"] >> 4], -1).flatten(-2).long()
+    values = torch.tensor([*E2M1_TABLE, *(-value for value in E2M1_TABLE)])[codes]
+    np.testing.assert_array_equal(read, (values.unflatten(-1, (-1, 16)) * steps[..., None]).flatten(-2).numpy())
+
+
+def test_chunks_of_every_format():
+    """Sizes by hand, and parts that share the slot's memory."""
+    geometry = MambaGeometry(num_heads=3, head_dim=8, num_groups=1, state_dim=64)
+    for checkpoint, read_copy, chunk, copy in (
+        ("fp32", "nvfp4", 8 * 64 * 4, 8 * 32 + 8 * 4 + 16),
+        ("fp16_sr", "fp8", 8 * 64 * 2, 8 * 64 + 8 * 4),
+        ("fp8_sr", "nvfp4", 8 * 64 + 8 * 4, 8 * 32 + 8 * 4 + 16),
+        ("nvfp4", "none", 8 * 32 + 8 * 4 + 16, 0),
+    ):
+        layout = SlotLayout(geometry, ReplayConfig(8, 1, checkpoint, read_copy))
+        sections = layout.sections
+        assert sections["checkpoint"].bytes == 3 * chunk
+        assert ("read_copy" in sections) == (copy > 0)
+        if copy:
+            assert sections["read_copy"].bytes == 3 * copy
+            assert sections["read_copy"].offset == -(-3 * chunk // 256) * 256
+        blob = np.zeros(layout.slot_stride, np.uint8)
+        arrays = layout.unpack(blob)
+        for name, array in arrays.items():
+            array.reshape(-1, *array.shape[-1:])[-1:] = 1
+            assert np.shares_memory(array, blob), name
+    head_scale = sections["checkpoint"].offset + 2 * chunk + 8 * 32 + 8 * 4
+    assert blob[head_scale : head_scale + 4].view(np.float32) == 1.0
+    with pytest.raises(ValueError, match='name: expected "checkpoint" or, with a read copy, "read_copy"'):
+        layout.state(blob, "read_copy")
+
+
+# ---- the ends of the range -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "amax", [1e-45, 3e-45, 1e-42, 1e-39, 1e-37, 1e-20, 1.0, 1e20, 1e38, float(np.finfo(np.float32).max)]
+)
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "none"), *FP8_PAIRS, *NVFP4_PAIRS])
+def test_heads_of_any_size(device, checkpoint, read_copy, amax):
+    """Errors within the formats' bounds, where scales are subnormal too; no NaN and no infinity arises."""
+    values = np.random.default_rng(0).uniform(-1, 1, (2, 8, 64)).astype(np.float32)
+    values[:, 0, 0] = 1.0
+    state = values * np.float32(amax)
+    state[1, 3] = 0.0
+    pool, _ = stored(device, torch.from_numpy(state), checkpoint, read_copy)
+    pool.validate()
+    read = decoded(device, torch.from_numpy(state), checkpoint, read_copy).astype(np.float64)
+    assert np.isfinite(read).all()
+    assert not read[1, 3].any()
+    error = np.abs(read - state)
+    smallest = 2.0**-149  # the spacing of subnormal floats, in which scales and values are rounded
+    if (checkpoint, read_copy) in FP8_PAIRS:
+        rows = np.abs(state.astype(np.float64)).max(-1, keepdims=True)
+        step = 2.0**-3 if checkpoint == "fp8_sr" else 2.0**-4  # a step of the mantissa, or half of it
+        bound = np.maximum(np.abs(state) * step, rows / 448 * 2.0**-9) * 1.001 + 448 * smallest
+    elif (checkpoint, read_copy) in NVFP4_PAIRS:
+        # The widest half step is 1 of 6; block scales are off by 2^-4 at most, or by 2^-9 of the head's largest.
+        blocks = np.abs(state.astype(np.float64)).reshape(2, 8, 4, 16).max(-1).repeat(16, -1)
+        bound = blocks / 6 * (1 + 2.0**-4) + amax / 448 * 2.0**-9 + 2688 * smallest
+    else:
+        bound = 0.0
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [*FP8_PAIRS, *NVFP4_PAIRS])
+def test_zeros_are_zeros(device, checkpoint, read_copy):
+    """An all-zero head, and negative zeros: codes and scales 0 and no NaN."""
+    state = torch.zeros((2, 8, 64))
+    state[1] = -0.0
+    arrays = parts(device, state, checkpoint, read_copy)
+    for name in ("row_scales", "block_scales", "head_scale"):
+        assert not arrays.get(name, np.zeros(1)).any()
+    assert not decoded(device, state, checkpoint, read_copy).any()
+    pool, blob = stored(device, state, checkpoint, read_copy)
+    pool.validate()
+    if "nvfp4" in (checkpoint, read_copy):  # the padding after the head scale, too
+        section = pool.layout.sections["checkpoint" if read_copy == "none" else "read_copy"]
+        assert not blob[section.offset : section.offset + section.bytes].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("fp16_sr", "fp8"), *FP8_PAIRS, *NVFP4_PAIRS])
+def test_what_is_not_finite_stays_so(device, checkpoint, read_copy, bad):
+    """A NaN or an infinity is never clamped: its row (FP8) or head (NVFP4) reads as NaN, the others as before."""
+    good = torch.randn((3, 8, 64), generator=torch.Generator().manual_seed(0))
+    state = good.clone()
+    state[1, 2, 5] = bad
+    pool, blob = stored(device, state, checkpoint, read_copy)
+    fine, fine_blob = stored(device, good, checkpoint, read_copy)
+    with pytest.raises(ValueError, match="row 0: the state of head 1 in layer 0 was stored with a NaN or an infinity"):
+        pool.validate()
+    pool.validate()  # told once
+    fine.validate()
+    for name, kind in (("checkpoint", checkpoint), ("read_copy", read_copy)):
+        if kind == "none":
+            continue
+        read, expected = pool.layout.state(blob, name), fine.layout.state(fine_blob, name)
+        touched = {"nvfp4": np.s_[1], "fp8": np.s_[1, 2], "fp8_sr": np.s_[1, 2]}.get(kind, np.s_[1, 2, 5])
+        if kind in ("fp32", "fp16_sr"):
+            np.testing.assert_array_equal(read[touched], bad)
+        else:
+            assert np.isnan(read[touched]).all()
+        read[touched] = expected[touched]
+        np.testing.assert_array_equal(read, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["fp16", "fp16_sr"])
+def test_overflow_of_fp16_is_infinite_and_reported(device, checkpoint):
+    state = torch.full((2, 8, 64), 65504.0)
+    pool, _ = stored(device, state, checkpoint, "none")
+    pool.validate()
+    state[1, 7, 63] = -65536.0
+    pool, blob = stored(device, state, checkpoint, "none")
+    read = pool.layout.state(blob)
+    assert read[1, 7, 63] == -np.inf and np.isfinite(read).sum() == read.size - 1
+    with pytest.raises(ValueError, match="the state of head 1 in layer 0 was stored"):
+        pool.validate()
