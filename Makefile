@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard cmake/*) trtllm_replayssm/_core.cpp \
-                  $(shell find cpp -type f)
+                  $(shell find cpp plugins -type f)
 
 .PHONY: demo test clean
 
@@ -20,6 +20,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test build/core/replayssm_test
 	build/core/replayssm_test
+	build/core/plugin_test build/core/libtrtllm_replayssm_plugins.so
+	build/core/plugin_harness build/core/libtrtllm_replayssm_plugins.so --quick --steps 100 \
+	    $$(ls $(VENV)/lib/python3*/site-packages/tensorrt_lean_libs/libnvinfer_lean.so.* 2> /dev/null | sed 's/^/--registry /') \
+	    > build/core/plugin_harness.log || { cat build/core/plugin_harness.log; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
@@ -28,6 +32,7 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: $(VENV)/bin/python $(NATIVE_SOURCES)
 	$(PIP) install --quiet --constraint constraints.txt "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.26" ninja
+	$(PIP) install --quiet --constraint constraints.txt --no-deps kernel-lens
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
 	    --config-settings=build-dir=build/python \
 	    --config-settings=cmake.define.REPLAYSSM_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" \
@@ -40,7 +45,7 @@ $(VENV)/installed-test: $(VENV)/installed
 
 build/core/replayssm_test: $(VENV)/installed $(NATIVE_SOURCES)
 	$(BIN)/cmake -S . -B build/core -G Ninja "-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja" \
-	    -DREPLAYSSM_CUDA=OFF -DREPLAYSSM_BUILD_TESTS=ON > build/core.log
+	    "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DREPLAYSSM_CUDA=OFF -DREPLAYSSM_BUILD_TESTS=ON > build/core.log
 	$(BIN)/cmake --build build/core >> build/core.log
 
 clean:

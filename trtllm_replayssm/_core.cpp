@@ -111,10 +111,8 @@ T* pointer(uintptr_t address) {
 
 replayssm_tensor vector(uintptr_t data, int32_t dtype) { return {pointer<void>(data), dtype, {0, 0}}; }
 
-// Geometry and config of a pool and its extent. The table is one buffer: error word | counters | cursors | restored.
+// Geometry and config of a pool and its extent. The table is one buffer.
 struct Spec {
-  static constexpr int64_t kErrorOffset = 0, kCountersOffset = 64, kCursorsOffset = 128;
-
   replayssm_geometry geometry;
   replayssm_config config;
   replayssm_layout layout;
@@ -126,17 +124,20 @@ struct Spec {
     check(replayssm_layout_init(&geometry, &config, &layout));
   }
 
-  int64_t restored_offset() const { return kCursorsOffset + int64_t{num_slots} * int64_t{sizeof(replayssm_cursor)}; }
-  int64_t table_bytes() const { return restored_offset() + int64_t{num_slots} * num_layers; }
+  int64_t table_bytes() const { return replayssm_table_bytes(num_slots, num_layers); }
   int64_t layer_stride() const { return num_slots * layout.slot_stride; }
 
   replayssm_table table(uintptr_t address) const {
-    return {pointer<replayssm_cursor>(address + kCursorsOffset),
-            pointer<replayssm_error>(address + kErrorOffset),
-            pointer<int64_t>(address + kCountersOffset),
-            pointer<uint8_t>(address + restored_offset()),
-            num_slots,
-            num_layers};
+    replayssm_table result;
+    check(replayssm_table_from_buffer(pointer<void>(address), num_slots, num_layers, &result));
+    return result;
+  }
+
+  // Where a part of the table's buffer starts.
+  template <typename T>
+  int64_t offset_of(T* replayssm_table::* part) const {
+    constexpr uintptr_t kBase = 64;  // any aligned address
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(table(kBase).*part) - kBase);
   }
 
   replayssm_layer layer(uintptr_t data, int32_t index) const {
@@ -168,6 +169,15 @@ struct Spec {
     const auto shared = table(table_);
     finish(replayssm_plan(&exec, &geometry, &config, &shared, pointer<int32_t>(slots), pointer<int32_t>(counts),
                           uniform_count, rows, pointer<void>(plan_)),
+           stream, shared);
+  }
+
+  void plan_next(int64_t stream, uintptr_t table_, uintptr_t slots, uintptr_t counts, uintptr_t accepted, int32_t rows,
+                 int32_t row_tokens, uintptr_t plan_) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_plan_next(&exec, &geometry, &config, &shared, pointer<int32_t>(slots), pointer<int32_t>(counts),
+                               pointer<int32_t>(accepted), rows, row_tokens, pointer<void>(plan_), nullptr),
            stream, shared);
   }
 
@@ -286,6 +296,13 @@ struct Spec {
 };
 
 using Slice = std::tuple<int64_t, int64_t>;
+// Codes by name, counting from 0.
+nb::dict codes(const char* (*name_of)(int32_t)) {
+  nb::dict result;
+  for (int32_t code = 0; name_of(code); ++code) result[name_of(code)] = code;
+  return result;
+}
+
 nb::dict codes(std::initializer_list<std::pair<const char*, int>> names) {
   nb::dict result;
   for (const auto& [name, code] : names) result[name] = code;
@@ -323,15 +340,9 @@ NB_MODULE(_core, m) {
   m.attr("NUM_COUNTERS") = static_cast<int>(REPLAYSSM_NUM_COUNTERS);
   m.attr("CURSOR_BYTES") = sizeof(replayssm_cursor);
   m.attr("ERROR_BYTES") = sizeof(replayssm_error);
-  m.attr("DTYPES") = codes({{"fp32", REPLAYSSM_FP32}, {"bf16", REPLAYSSM_BF16}, {"fp16", REPLAYSSM_FP16}});
-  m.attr("CHECKPOINT_FORMATS") = codes({{"fp32", REPLAYSSM_CHECKPOINT_FP32},
-                                        {"bf16", REPLAYSSM_CHECKPOINT_BF16},
-                                        {"fp16", REPLAYSSM_CHECKPOINT_FP16},
-                                        {"fp16_sr", REPLAYSSM_CHECKPOINT_FP16_SR},
-                                        {"fp8_sr", REPLAYSSM_CHECKPOINT_FP8_SR},
-                                        {"nvfp4", REPLAYSSM_CHECKPOINT_NVFP4}});
-  m.attr("READ_COPY_FORMATS") = codes(
-      {{"none", REPLAYSSM_READ_COPY_NONE}, {"fp8", REPLAYSSM_READ_COPY_FP8}, {"nvfp4", REPLAYSSM_READ_COPY_NVFP4}});
+  m.attr("DTYPES") = codes(&replayssm_dtype_name);
+  m.attr("CHECKPOINT_FORMATS") = codes(&replayssm_checkpoint_name);
+  m.attr("READ_COPY_FORMATS") = codes(&replayssm_read_copy_name);
   m.attr("COUNTERS") = codes({{"tokens", REPLAYSSM_COUNT_TOKENS},
                               {"flushes", REPLAYSSM_COUNT_FLUSHES},
                               {"state_reads", REPLAYSSM_COUNT_STATE_READS},
@@ -402,12 +413,13 @@ NB_MODULE(_core, m) {
   nb::class_<Spec>(m, "Spec")
       .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t>(),
            nb::arg("geometry"), nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"), nb::arg("first_head"))
-      .def_ro_static("error_offset", &Spec::kErrorOffset)
-      .def_ro_static("counters_offset", &Spec::kCountersOffset)
-      .def_ro_static("cursors_offset", &Spec::kCursorsOffset)
+      .def_prop_ro("error_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::error); })
+      .def_prop_ro("counters_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::counters); })
+      .def_prop_ro("cursors_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::cursors); })
       .def_prop_ro("table_bytes", &Spec::table_bytes)
       .def("reset", &Spec::reset, unlocked)
       .def("plan", &Spec::plan, unlocked)
+      .def("plan_next", &Spec::plan_next, unlocked)
       .def("commit", &Spec::commit, unlocked)
       .def("abandon", &Spec::abandon, unlocked)
       .def("conv_step", &Spec::conv_step, unlocked)

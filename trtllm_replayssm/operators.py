@@ -27,6 +27,8 @@ _SCAN = (
 SCHEMAS = {
     "reset": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
     "plan": "Tensor(a!) table, str spec, Tensor slots, Tensor? counts, int uniform_count, int rows, Tensor(b!) plan",
+    "plan_next": "Tensor(a!) table, str spec, Tensor slots, Tensor counts, Tensor accepted, int row_tokens, "
+    "Tensor(b!) plan",
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
@@ -83,6 +85,19 @@ def reset(table, spec, slots, streams):
 def plan(table, spec, slots, counts, uniform_count, rows, plan):
     core_spec(spec).plan(
         _stream(table), table.data_ptr(), slots.data_ptr(), _address(counts), uniform_count, rows, plan.data_ptr()
+    )
+
+
+def plan_next(table, spec, slots, counts, accepted, row_tokens, plan):
+    core_spec(spec).plan_next(
+        _stream(table),
+        table.data_ptr(),
+        slots.data_ptr(),
+        counts.data_ptr(),
+        accepted.data_ptr(),
+        slots.numel(),
+        row_tokens,
+        plan.data_ptr(),
     )
 
 

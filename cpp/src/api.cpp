@@ -12,6 +12,11 @@ namespace {
 
 thread_local char last_error[512] = "";
 
+// A table in one buffer: error word | counters | cursors | restored.
+constexpr int64_t kCountersOffset = 64, kCursorsOffset = 128;
+static_assert(sizeof(replayssm_error) <= kCountersOffset &&
+              sizeof(int64_t) * REPLAYSSM_NUM_COUNTERS <= kCursorsOffset - kCountersOffset);
+
 #define REPLAYSSM_RETURN_IF_ERROR(expression)      \
   do {                                             \
     const replayssm_status status_ = (expression); \
@@ -103,7 +108,7 @@ replayssm_status check_layer_op(const replayssm_exec* exec, const replayssm_geom
     return fail(REPLAYSSM_INVALID_ARGUMENT, "first_head: expected >= 0, got %d", layer->first_head);
   if (problem->read_copy_head_bytes > 0 && !layer->read_copy.base)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected a read_copy buffer for read_copy='%s', got NULL",
-                read_copy_name(config->read_copy));
+                replayssm_read_copy_name(config->read_copy));
   return check_rows(rows);
 }
 
@@ -152,7 +157,7 @@ replayssm_status check_conventional(const char* op, const Problem& problem) {
     return fail(REPLAYSSM_UNSUPPORTED,
                 "%s: expected checkpoint='fp32', 'bf16' or 'fp16' and read_copy='none', got checkpoint='%s', "
                 "read_copy='%s'",
-                op, checkpoint_name(c.checkpoint), read_copy_name(c.read_copy));
+                op, replayssm_checkpoint_name(c.checkpoint), replayssm_read_copy_name(c.read_copy));
   return REPLAYSSM_OK;
 }
 
@@ -248,6 +253,28 @@ int64_t replayssm_plan_bytes(int32_t rows) {
   return (bytes + 63) / 64 * 64;
 }
 
+int64_t replayssm_table_bytes(int32_t num_slots, int32_t num_layers) {
+  return kCursorsOffset + (int64_t{num_slots} * (int64_t{sizeof(replayssm_cursor)} + num_layers) + 63) / 64 * 64;
+}
+
+replayssm_status replayssm_table_from_buffer(void* base, int32_t num_slots, int32_t num_layers, replayssm_table* out) {
+  REPLAYSSM_REQUIRE_POINTER(base);
+  REPLAYSSM_REQUIRE_POINTER(out);
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "base: expected a multiple of 16 bytes, got %p", base);
+  char* const bytes = static_cast<char*>(base);
+  const replayssm_table table = {
+      reinterpret_cast<replayssm_cursor*>(bytes + kCursorsOffset),
+      reinterpret_cast<replayssm_error*>(bytes),
+      reinterpret_cast<int64_t*>(bytes + kCountersOffset),
+      reinterpret_cast<uint8_t*>(bytes + kCursorsOffset + int64_t{num_slots} * int64_t{sizeof(replayssm_cursor)}),
+      num_slots,
+      num_layers};
+  REPLAYSSM_RETURN_IF_ERROR(check_table(&table));
+  *out = table;
+  return REPLAYSSM_OK;
+}
+
 replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
                                  const int64_t* streams, int32_t rows) {
   REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
@@ -272,6 +299,28 @@ replayssm_status replayssm_plan(const replayssm_exec* exec, const replayssm_geom
   if (!counts && uniform_count < 0)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "tokens_per_row: expected >= 0, got %d", uniform_count);
   return REPLAYSSM_DISPATCH(plan, problem, *table, slots, counts, uniform_count, rows, plan);
+}
+
+replayssm_status replayssm_plan_next(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                     const replayssm_config* config, const replayssm_table* table, const int32_t* slots,
+                                     const int32_t* counts, const int32_t* accepted, int32_t rows, int32_t row_tokens,
+                                     void* plan, replayssm_error* status) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_table(table));
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  if (row_tokens < 1 || int64_t{rows} * row_tokens > INT32_MAX)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "row_tokens: expected at least 1, and at most %d tokens in all, got %d for %d rows", INT32_MAX,
+                row_tokens, rows);
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  if (rows > 0) {
+    REPLAYSSM_REQUIRE_POINTER(slots);
+    REPLAYSSM_REQUIRE_POINTER(counts);
+    REPLAYSSM_REQUIRE_POINTER(accepted);
+  }
+  return REPLAYSSM_DISPATCH(plan_next, problem, *table, slots, counts, accepted, rows, row_tokens, plan, status);
 }
 
 replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table, const void* plan,

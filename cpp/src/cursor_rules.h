@@ -59,6 +59,13 @@ REPLAYSSM_HOST_DEVICE inline replayssm_plan_row make_plan_row(const Problem& pro
   return row;
 }
 
+// The tokens of the step that plan_next left outstanding in a slot; 0: none, or the slot was opened by plan.
+REPLAYSSM_HOST_DEVICE inline int32_t outstanding(int32_t flags) { return flags >> REPLAYSSM_SLOT_COUNT_SHIFT; }
+
+REPLAYSSM_HOST_DEVICE inline int32_t closed(int32_t flags) {
+  return flags & ((1 << REPLAYSSM_SLOT_COUNT_SHIFT) - 1) & ~REPLAYSSM_SLOT_OPEN;
+}
+
 // Whether `cursor` still stands where `row` saw it, opened by that plan.
 REPLAYSSM_HOST_DEVICE inline bool planned_by(const replayssm_cursor& cursor, const replayssm_plan_row& row) {
   return (cursor.flags & REPLAYSSM_SLOT_OPEN) && cursor.stream == row.stream && cursor.tokens == row.tokens &&
@@ -94,7 +101,7 @@ REPLAYSSM_HOST_DEVICE inline bool accepted_in_range(const replayssm_plan_row& ro
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor, const replayssm_plan_row& row,
                                                         int32_t accepted, replayssm_plan_use use) {
-  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
+  cursor.flags = closed(cursor.flags);
   if (row.count == 0) return cursor;
   cursor.tokens += accepted;
   if (use == REPLAYSSM_STEPPED) {
@@ -116,7 +123,7 @@ REPLAYSSM_HOST_DEVICE inline replayssm_cursor committed(replayssm_cursor cursor,
 
 REPLAYSSM_HOST_DEVICE inline replayssm_cursor abandoned(replayssm_cursor cursor, const replayssm_plan_row& row,
                                                         replayssm_plan_use use) {
-  cursor.flags &= ~REPLAYSSM_SLOT_OPEN;
+  cursor.flags = closed(cursor.flags);
   const bool touched = use == REPLAYSSM_STEPPED  ? row.flags & (REPLAYSSM_ROW_FLUSH | REPLAYSSM_ROW_LONG)
                        : use == REPLAYSSM_FOLDED ? takes(row, use)
                                                  : verify_overwrote(row);
@@ -137,6 +144,50 @@ REPLAYSSM_HOST_DEVICE inline void count_traffic(const replayssm_plan_row& row, i
   added[REPLAYSSM_COUNT_STATE_WRITES] += use == REPLAYSSM_SNAPSHOTTED ? row.count : flush || use == REPLAYSSM_FOLDED;
   added[REPLAYSSM_COUNT_RECORD_READS] += use == REPLAYSSM_SNAPSHOTTED ? 0 : row.history;
   added[REPLAYSSM_COUNT_RECORD_WRITES] += use == REPLAYSSM_STEPPED ? row.count : 0;
+}
+
+// How plan_next moves the cursor of a row. The row that the slot's outstanding step had follows from the cursor, which
+// has not moved since, and the number of its tokens.
+struct NextPlan {
+  replayssm_cursor cursor;  // the slot's, once its new tokens are planned
+  replayssm_plan_row row;
+  replayssm_row_error error;  // not OK: the slot stays as it was, and only `given` and `expected` mean something
+  int64_t given, expected;
+  int64_t added[REPLAYSSM_NUM_COUNTERS];
+};
+
+REPLAYSSM_HOST_DEVICE inline NextPlan next_plan(const Problem& problem, replayssm_cursor cursor, int32_t slot,
+                                                int32_t accepted, int32_t first_token, int32_t count, bool folded) {
+  NextPlan next{};
+  if (accepted == REPLAYSSM_NEW_SEQUENCE) {
+    cursor = replayssm_cursor{};
+  } else {
+    const int32_t pending = outstanding(cursor.flags);
+    next.error = pending > 0 ? slot_usable(closed(cursor.flags)) : slot_readable(cursor.flags);
+    if (next.error != REPLAYSSM_ROW_OK) {
+      next.given = slot, next.expected = cursor.flags;
+      return next;
+    }
+    const replayssm_plan_row row = make_plan_row(problem, cursor, slot, 0, pending);
+    if (accepted == REPLAYSSM_ACCEPT_ALL) accepted = pending;
+    if (!accepted_in_range(row, accepted, REPLAYSSM_STEPPED)) {
+      next.error = REPLAYSSM_ROW_ACCEPTED_RANGE;
+      next.given = accepted, next.expected = pending;
+      return next;
+    }
+    count_traffic(row, accepted, REPLAYSSM_STEPPED, next.added);
+    cursor = committed(cursor, row, accepted, REPLAYSSM_STEPPED);
+  }
+  next.row = make_plan_row(problem, cursor, slot, first_token, count);
+  if (folded) {
+    next.row.flags &= ~REPLAYSSM_ROW_FLUSH;
+    count_traffic(next.row, count, REPLAYSSM_FOLDED, next.added);
+    cursor = committed(cursor, next.row, count, REPLAYSSM_FOLDED);
+  } else if (count > 0) {
+    cursor.flags |= REPLAYSSM_SLOT_OPEN | count << REPLAYSSM_SLOT_COUNT_SHIFT;
+  }
+  next.cursor = cursor;
+  return next;
 }
 
 }  // namespace replayssm

@@ -14,6 +14,11 @@ constexpr int64_t kSectionAlignment = 256;
 
 int64_t align_up(int64_t bytes) { return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment; }
 
+template <size_t count>
+const char* name_of(int32_t code, const char* const (&names)[count]) {
+  return code >= 0 && code < static_cast<int32_t>(count) ? names[code] : nullptr;
+}
+
 int64_t checkpoint_head_bytes(const replayssm_geometry& g, int32_t format) {
   if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
   if (format == REPLAYSSM_CHECKPOINT_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
@@ -28,14 +33,19 @@ int64_t read_copy_head_bytes(const replayssm_geometry& g, int32_t format) {
 
 }  // namespace
 
-const char* checkpoint_name(int32_t format) {
+extern "C" const char* replayssm_checkpoint_name(int32_t format) {
   static const char* const names[] = {"fp32", "bf16", "fp16", "fp16_sr", "fp8_sr", "nvfp4"};
-  return format >= 0 && format < 6 ? names[format] : nullptr;
+  return name_of(format, names);
 }
 
-const char* read_copy_name(int32_t format) {
+extern "C" const char* replayssm_read_copy_name(int32_t format) {
   static const char* const names[] = {"none", "fp8", "nvfp4"};
-  return format >= 0 && format < 3 ? names[format] : nullptr;
+  return name_of(format, names);
+}
+
+extern "C" const char* replayssm_dtype_name(int32_t dtype) {
+  static const char* const names[] = {"fp32", "bf16", "fp16"};
+  return name_of(dtype, names);
 }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == REPLAYSSM_FP32 ? 4 : 2; }
@@ -73,20 +83,20 @@ replayssm_status check_config(const replayssm_config& c) {
   if (c.max_step_tokens < 1 || c.max_step_tokens > std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "max_step_tokens: expected 1..%d (at most the window and %d), got %d",
                 std::min(c.window, REPLAYSSM_MAX_STEP_TOKENS), REPLAYSSM_MAX_STEP_TOKENS, c.max_step_tokens);
-  if (!checkpoint_name(c.checkpoint))
+  if (!replayssm_checkpoint_name(c.checkpoint))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "checkpoint: unknown format code %d", c.checkpoint);
-  if (!read_copy_name(c.read_copy))
+  if (!replayssm_read_copy_name(c.read_copy))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "read_copy: unknown format code %d", c.read_copy);
   // A copy pays by being smaller than what it stands for.
   if (c.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4 && c.read_copy != REPLAYSSM_READ_COPY_NONE)
     return fail(REPLAYSSM_INVALID_ARGUMENT,
                 "read_copy: expected 'none' with checkpoint='nvfp4', got '%s': no copy is smaller than that checkpoint",
-                read_copy_name(c.read_copy));
+                replayssm_read_copy_name(c.read_copy));
   if (c.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR && c.read_copy == REPLAYSSM_READ_COPY_FP8)
     return fail(REPLAYSSM_INVALID_ARGUMENT,
                 "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that "
                 "checkpoint");
-  if (c.activation < REPLAYSSM_FP32 || c.activation > REPLAYSSM_FP16)
+  if (!replayssm_dtype_name(c.activation))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "activation: unknown dtype code %d", c.activation);
   return REPLAYSSM_OK;
 }

@@ -15,8 +15,5 @@ replayssm_layout make_layout(const replayssm_geometry&, const replayssm_config&)
 int64_t dtype_bytes(int32_t dtype);
 // The dtype in which a plain checkpoint format (FP32, BF16, FP16, FP16_SR) stores a value.
 int32_t checkpoint_dtype(int32_t checkpoint_format);
-// The names that messages use; nullptr for an unknown code.
-const char* checkpoint_name(int32_t checkpoint_format);
-const char* read_copy_name(int32_t read_copy_format);
 
 }  // namespace replayssm

@@ -38,6 +38,9 @@ inline const int32_t* plan_flush_rows(const void* plan, int32_t rows) {
                          int32_t rows);                                                                               \
   replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,          \
                         const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                      \
+  replayssm_status plan_next(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,     \
+                             const int32_t* counts, const int32_t* accepted, int32_t rows, int32_t row_tokens,        \
+                             void* plan, replayssm_error* status);                                                    \
   replayssm_status commit(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,              \
                           const int32_t* accepted, replayssm_plan_use);                                               \
   replayssm_status abandon(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,             \

@@ -41,6 +41,34 @@ static void test_layout(void) {
   CHECK(sizeof(replayssm_error) == 32);
 }
 
+static void test_table(void) {
+  _Alignas(64) char buffer[1024] = {0};
+  replayssm_table table;
+  CHECK(replayssm_table_bytes(5, 3) == 128 + 192 && replayssm_table_bytes(1, 1) == 128 + 64);
+  CHECK(replayssm_table_from_buffer(buffer, 5, 3, &table) == REPLAYSSM_OK);
+  CHECK((char*)table.error == buffer && (char*)table.counters == buffer + 64 && (char*)table.cursors == buffer + 128);
+  CHECK((char*)table.restored == buffer + 128 + 5 * 32 && table.num_slots == 5 && table.num_layers == 3);
+  CHECK(replayssm_table_from_buffer(buffer + 8, 5, 3, &table) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "base: expected a multiple of 16 bytes") != NULL);
+  CHECK(replayssm_table_from_buffer(buffer, 0, 3, &table) == REPLAYSSM_INVALID_ARGUMENT);
+
+  CHECK(strcmp(replayssm_checkpoint_name(REPLAYSSM_CHECKPOINT_FP16_SR), "fp16_sr") == 0);
+  CHECK(strcmp(replayssm_read_copy_name(REPLAYSSM_READ_COPY_NVFP4), "nvfp4") == 0);
+  CHECK(strcmp(replayssm_dtype_name(REPLAYSSM_FP16), "fp16") == 0);
+  CHECK(!replayssm_checkpoint_name(6) && !replayssm_read_copy_name(3) && !replayssm_dtype_name(3));
+  CHECK(!replayssm_checkpoint_name(-1));
+
+  /* status is the error word as plan_next leaves it: the first error, until the caller clears the word */
+  replayssm_error status = {0};
+  const int32_t slots[] = {1, 7}, counts[] = {1, 1}, accepted[] = {0, 0};
+  _Alignas(64) char plan[256];
+  for (int i = 0; i < 2; ++i) {
+    CHECK(replayssm_plan_next(&host, &geometry, &config, &table, slots, counts, accepted, 2 - i, 1, plan, &status) ==
+          REPLAYSSM_OK);
+    CHECK(status.code == REPLAYSSM_ROW_SLOT_RANGE && status.row == 1 && status.given == 7 && status.expected == 5);
+  }
+}
+
 static void test_formats(void) {
   replayssm_layout layout;
   replayssm_config formats = config;
@@ -193,6 +221,7 @@ static void test_decoding(void) {
 int main(void) {
   srand(7);
   test_layout();
+  test_table();
   test_formats();
   test_decoding();
   test_cursors();

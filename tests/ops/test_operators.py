@@ -52,6 +52,7 @@ def test_opcheck(device, name):
     arguments = {
         "reset": lambda: (pool.table, pool.spec, slots, rows.long()),
         "plan": lambda: (pool.table, pool.spec, slots, rows, 0, 2, empty.buffer),
+        "plan_next": lambda: (pool.table, pool.spec, slots, rows, torch.zeros_like(rows), 2, empty.buffer),
         "commit": lambda: (pool.table, pool.spec, plan.buffer, 2, rows, 0),
         "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),
         "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2),

@@ -157,7 +157,15 @@ enum {
   REPLAYSSM_SLOT_OPEN = 1,      /* a plan is outstanding */
   REPLAYSSM_SLOT_INVALID = 2,   /* a plan that may have written the state was abandoned */
   REPLAYSSM_SLOT_RESTORING = 4, /* some, but not all, layers were restored */
-  REPLAYSSM_SLOT_SNAPSHOT = 8   /* the state is a snapshot: until a reset only conventional_verify reads it */
+  REPLAYSSM_SLOT_SNAPSHOT = 8,  /* the state is a snapshot: until a reset only conventional_verify reads it */
+  /* Of a slot that plan_next opened, from this bit on: the tokens of the outstanding step, at least 1. */
+  REPLAYSSM_SLOT_COUNT_SHIFT = 8
+};
+
+/* What plan_next takes besides a number of accepted tokens. */
+enum {
+  REPLAYSSM_ACCEPT_ALL = -1,  /* every token of the outstanding step, if there is one */
+  REPLAYSSM_NEW_SEQUENCE = -2 /* forget the slot, whatever its state: a sequence of stream 0 begins */
 };
 
 /* One row of a plan: the cursors of its slot as they were when the step was planned. 64 bytes. */
@@ -187,7 +195,7 @@ enum {
  * int32 flush_rows[rows], of which the first num_flush hold the indices of the flagged rows in ascending order. */
 typedef struct {
   int32_t rows;
-  int32_t num_tokens; /* sum of the counts, padded rows included */
+  int32_t num_tokens; /* sum of the counts, padded rows included; of plan_next: rows * row_tokens */
   int32_t num_live;   /* rows that are neither padded nor refused */
   int32_t num_flush;
   int32_t reserved[12];
@@ -299,6 +307,17 @@ REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout*
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
 
+/* A table in one buffer, 16-byte aligned: error word at byte 0, counters at 64, cursors at 128, then the restore marks.
+ * All zero is a table of empty slots. */
+REPLAYSSM_API int64_t replayssm_table_bytes(int32_t num_slots, int32_t num_layers);
+REPLAYSSM_API replayssm_status replayssm_table_from_buffer(void* base, int32_t num_slots, int32_t num_layers,
+                                                           replayssm_table* out);
+
+/* Names of the codes, "fp32" and so on, counting from 0; NULL beyond the last. */
+REPLAYSSM_API const char* replayssm_checkpoint_name(int32_t format);
+REPLAYSSM_API const char* replayssm_read_copy_name(int32_t format);
+REPLAYSSM_API const char* replayssm_dtype_name(int32_t dtype);
+
 /* ---- once a step, for all layers: the only ops that touch cursors --------------------------------------------------
  */
 
@@ -324,6 +343,24 @@ REPLAYSSM_API replayssm_status replayssm_commit(const replayssm_exec* exec, cons
  * stepped: those flagged FLUSH or LONG; folded: all that prefill takes; snapshotted: those flagged SNAPSHOT. */
 REPLAYSSM_API replayssm_status replayssm_abandon(const replayssm_exec* exec, const replayssm_table* table,
                                                  const void* plan, int32_t rows, int32_t use);
+/* commit and plan in one, for callers that hold no plan from step to step and learn accepted counts only when they plan
+ * the next one (a TensorRT engine): first ends, per row, the step that is still outstanding in its slot, then plans the
+ * row's new tokens. The number of outstanding tokens rests in the cursor, so slots may change rows and batches freely.
+ *
+ * The rows' tokens lie in tensors padded to row_tokens tokens a row: first_token = i * row_tokens, and counts are
+ * 0..row_tokens. slots, counts, accepted int32 [rows]; accepted is the part of the slot's outstanding step that stays,
+ * or ACCEPT_ALL or NEW_SEQUENCE; with nothing outstanding 0.
+ *   row_tokens <= max_step_tokens: the plan is for replayssm_step. Its slots stay open until a plan_next that names
+ *     them; a row of count 0 settles its slot: the outstanding step is committed and the slot is closed.
+ *   row_tokens >  max_step_tokens: the plan is for replayssm_prefill, which can't be rolled back: every token is
+ *     committed at once, no row is flagged FLUSH, and the slots are closed.
+ * If an op that consumes the plan fails, the slots must be reset, loaded or restored. status [1], or NULL, receives the
+ * table's error word as the op leaves it. A slot opened by replayssm_plan (SLOT_OPEN) or SNAPSHOT is refused. */
+REPLAYSSM_API replayssm_status replayssm_plan_next(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                   const replayssm_config* config, const replayssm_table* table,
+                                                   const int32_t* slots, const int32_t* counts, const int32_t* accepted,
+                                                   int32_t rows, int32_t row_tokens, void* plan,
+                                                   replayssm_error* status);
 
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */

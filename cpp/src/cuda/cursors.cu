@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reset, plan, commit, abandon: the ops that touch cursors. A thread owns a row.
+// reset, plan, plan_next, commit, abandon: the ops that touch cursors. A thread owns a row.
 //
-// plan is one CTA that walks the rows in tiles of its size. Within a tile every row first looks at its slot's flags,
-// then the rows whose slot is usable bid for it with an atomicMax on the flags word (the lowest row bids highest), and
-// only the winner opens it: a slot named twice is refused for every row but the first, whatever the scheduling. Then
-// two block-wide prefix sums give each row its first token and each flushing row its place in the flush list.
+// plan and plan_next are one kernel, of one CTA that walks the rows in tiles of its size. Within a tile every row first
+// looks at its slot's flags, then the rows whose slot is usable bid for it with an atomicMax on the flags word (the
+// lowest row bids highest), and only the winner opens it: a slot named twice is refused for every row but the first,
+// whatever the scheduling. (plan_next takes open slots too, so what a tile has planned stays marked until the last
+// one.) Then two block-wide prefix sums give each row its first token and each flushing row its place in the flush
+// list.
 #include "common.cuh"
 
 namespace replayssm {
@@ -14,7 +16,8 @@ namespace {
 
 constexpr int kPlanThreads = 512;
 constexpr int kRowThreads = 128;
-constexpr int kBidShift = 8;  // bids lie above the REPLAYSSM_SLOT_* flags
+constexpr int kBidShift = 16;          // bids lie above the REPLAYSSM_SLOT_* flags and the outstanding count
+constexpr int32_t kClaimed = 1 << 30;  // of a slot that an earlier tile of this plan_next has planned
 
 __device__ bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i) {
   if (slots[i] >= -1 && slots[i] < table.num_slots) return true;
@@ -48,9 +51,33 @@ __device__ int64_t block_prefix_sum(int64_t value, int64_t* warp_sums, int64_t* 
   return value;
 }
 
+// One atomic a warp and counter: a batch would queue up at six words otherwise. All lanes of the warp call it.
+__device__ void add_counters(const replayssm_table& table, int64_t (&added)[REPLAYSSM_NUM_COUNTERS]) {
+#pragma unroll
+  for (int k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      added[k] += __shfl_down_sync(0xffffffffu, added[k], distance);
+    }
+    if (threadIdx.x % 32 == 0 && added[k] != 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(table.counters + k), static_cast<unsigned long long>(added[k]));
+    }
+  }
+}
+
+// What plan_next knows beyond plan.
+struct NextArgs {
+  const int32_t* accepted;
+  int32_t row_tokens;
+  bool folded;
+  replayssm_error* status;
+};
+
+template <bool kNext>
 __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, replayssm_table table,
                                                             const int32_t* slots, const int32_t* counts,
-                                                            int32_t uniform_count, int32_t rows, void* plan) {
+                                                            int32_t uniform_count, int32_t rows, void* plan,
+                                                            NextArgs args) {
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
@@ -71,6 +98,12 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
         slot = -1;
         count = 0;
       }
+      if (kNext && count > args.row_tokens) {
+        const int64_t first = static_cast<int64_t>(i) * args.row_tokens;
+        if (slot >= 0) report(table.error, REPLAYSSM_ROW_TOKEN_RANGE, i, first + count, first + args.row_tokens);
+        slot = -1;
+        count = args.row_tokens;
+      }
       if (slot >= 0) cursor = table.cursors[slot];
     }
 
@@ -81,17 +114,30 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
       slot = -1;
     }
 
+    const int32_t first_token =
+        kNext ? i * args.row_tokens : static_cast<int32_t>(min(end - count, static_cast<int64_t>(INT32_MAX)));
+    [[maybe_unused]] NextPlan next{};
+    if (kNext && slot >= 0) {
+      next = next_plan(problem, cursor, slot, args.accepted[i], first_token, count, args.folded);
+      if (tile > 0 && (cursor.flags & kClaimed)) {
+        next.error = REPLAYSSM_ROW_SLOT_OPEN, next.given = slot, next.expected = REPLAYSSM_SLOT_OPEN;
+      }
+    }
+
     // block_prefix_sum was a barrier: every row of the tile has read the flags before the first bid.
     const int32_t bid = (kPlanThreads - static_cast<int32_t>(threadIdx.x)) << kBidShift;
     if (slot >= 0) {
-      const replayssm_row_error error = slot_usable(cursor.flags);
-      if (error == REPLAYSSM_ROW_OK) {
-        atomicMax(&table.cursors[slot].flags, bid);
-      } else {
-        report(table.error, error, i, slot, cursor.flags);
+      const replayssm_row_error error = kNext ? next.error : slot_usable(cursor.flags);
+      if (error != REPLAYSSM_ROW_OK) {
+        report(table.error, error, i, kNext ? next.given : slot, kNext ? next.expected : cursor.flags);
         slot = -1;
       }
     }
+    if constexpr (kNext) {  // NEW_SEQUENCE also takes flags that would outbid every row
+      if (slot >= 0) table.cursors[slot].flags = 0;
+      __syncthreads();
+    }
+    if (slot >= 0) atomicMax(&table.cursors[slot].flags, bid);
     __syncthreads();
     bool won = false;
     if (slot >= 0) {
@@ -99,11 +145,20 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
       if (!won) report(table.error, REPLAYSSM_ROW_SLOT_OPEN, i, slot, REPLAYSSM_SLOT_OPEN);
     }
     __syncthreads();
-    if (won) table.cursors[slot].flags = cursor.flags | REPLAYSSM_SLOT_OPEN;
-
-    replayssm_plan_row row =
-        padded_plan_row(static_cast<int32_t>(min(end - count, static_cast<int64_t>(INT32_MAX))), count);
-    if (won) row = make_plan_row(problem, cursor, slot, row.first_token, count);
+    replayssm_plan_row row = padded_plan_row(first_token, count);
+    if constexpr (kNext) {
+      int64_t added[REPLAYSSM_NUM_COUNTERS] = {};
+      if (won) {
+        table.cursors[slot] = next.cursor;
+        if (rows > kPlanThreads) table.cursors[slot].flags |= kClaimed;
+        row = next.row;
+        for (int k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) added[k] = next.added[k];
+      }
+      add_counters(table, added);
+    } else if (won) {
+      table.cursors[slot].flags = cursor.flags | REPLAYSSM_SLOT_OPEN;
+      row = make_plan_row(problem, cursor, slot, first_token, count);
+    }
     if (exists) planned[i] = row;
 
     const bool flush = won && (row.flags & REPLAYSSM_ROW_FLUSH);
@@ -115,13 +170,20 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
     flushes_before += static_cast<int32_t>(in_tile);
     live_before += in_tile >> 32;
   }
+  // The slot of a row is the same thread's in both loops.
+  for (int64_t i = threadIdx.x; kNext && rows > kPlanThreads && i < rows; i += kPlanThreads) {
+    if (planned[i].slot >= 0) table.cursors[planned[i].slot].flags &= ~kClaimed;
+  }
   if (threadIdx.x == 0) {
     replayssm_plan_header filled{};
     filled.rows = rows;
-    filled.num_tokens = static_cast<int32_t>(min(tokens_before, static_cast<int64_t>(INT32_MAX)));
+    filled.num_tokens =
+        kNext ? rows * args.row_tokens : static_cast<int32_t>(min(tokens_before, static_cast<int64_t>(INT32_MAX)));
     filled.num_live = static_cast<int32_t>(live_before);
     filled.num_flush = static_cast<int32_t>(flushes_before);
     *header = filled;
+    // Every row has passed a barrier since it may have reported.
+    if (kNext && args.status) *args.status = *table.error;
   }
 }
 
@@ -147,17 +209,7 @@ __global__ void commit_kernel(replayssm_table table, const replayssm_plan_row* p
       table.cursors[row.slot] = committed(table.cursors[row.slot], row, taken, use);
     }
   }
-  // One atomic a warp and counter: a batch would queue up at six words otherwise.
-#pragma unroll
-  for (int k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      added[k] += __shfl_down_sync(0xffffffffu, added[k], distance);
-    }
-    if (threadIdx.x % 32 == 0 && added[k] != 0) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(table.counters + k), static_cast<unsigned long long>(added[k]));
-    }
-  }
+  add_counters(table, added);
 }
 
 __global__ void abandon_kernel(replayssm_table table, const replayssm_plan_row* planned, int32_t rows,
@@ -180,8 +232,16 @@ replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table,
 
 replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
                       const int32_t* slots, const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
-  return launch("plan", plan_kernel, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count, rows,
-                plan);
+  return launch("plan", plan_kernel<false>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count,
+                rows, plan, NextArgs{});
+}
+
+replayssm_status plan_next(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
+                           const int32_t* slots, const int32_t* counts, const int32_t* accepted, int32_t rows,
+                           int32_t row_tokens, void* plan, replayssm_error* status) {
+  const bool folded = row_tokens > problem.config.max_step_tokens;
+  return launch("plan_next", plan_kernel<true>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, 0, rows, plan,
+                NextArgs{accepted, row_tokens, folded, status});
 }
 
 replayssm_status commit(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
@@ -198,8 +258,8 @@ replayssm_status abandon(const replayssm_exec& exec, const replayssm_table& tabl
 }
 
 cudaError_t load_cursor_kernels() {
-  for (cudaError_t error :
-       {load_kernel(reset_kernel), load_kernel(plan_kernel), load_kernel(commit_kernel), load_kernel(abandon_kernel)}) {
+  for (cudaError_t error : {load_kernel(reset_kernel), load_kernel(plan_kernel<false>), load_kernel(plan_kernel<true>),
+                            load_kernel(commit_kernel), load_kernel(abandon_kernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reset, plan, commit, abandon on the host. Each checks every row before it changes the first cursor.
+// reset, plan, plan_next, commit, abandon on the host. Each checks every row before it changes the first cursor.
 #include <algorithm>
 #include <cstdint>
 
@@ -76,6 +76,57 @@ replayssm_status plan(const replayssm_exec&, const Problem& problem, const repla
     end += count;
   }
   header->num_tokens = static_cast<int32_t>(std::min<int64_t>(end, INT32_MAX));
+  return REPLAYSSM_OK;
+}
+
+replayssm_status plan_next(const replayssm_exec&, const Problem& problem, const replayssm_table& table,
+                           const int32_t* slots, const int32_t* counts, const int32_t* accepted, int32_t rows,
+                           int32_t row_tokens, void* plan, replayssm_error* status) {
+  auto* header = static_cast<replayssm_plan_header*>(plan);
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  const bool folded = row_tokens > problem.config.max_step_tokens;
+  auto count_of = [&](int32_t i) { return std::clamp(counts[i], 0, row_tokens); };
+  auto next_of = [&](int32_t i) {
+    return next_plan(problem, table.cursors[slots[i]], slots[i], accepted[i], i * row_tokens, count_of(i), folded);
+  };
+
+  bool good = true;
+  for (int32_t i = 0; good && i < rows; ++i) {
+    good = slot_in_range(table, slots, i);
+    if (!good || slots[i] < 0) continue;
+    if (counts[i] < 0) {
+      report(table, REPLAYSSM_ROW_COUNT_RANGE, i, counts[i], 0);
+      good = false;
+    } else if (counts[i] > row_tokens) {
+      report(table, REPLAYSSM_ROW_TOKEN_RANGE, i, int64_t{i} * row_tokens + counts[i], int64_t{i + 1} * row_tokens);
+      good = false;
+    } else if (named_before(slots, i)) {
+      report(table, REPLAYSSM_ROW_SLOT_OPEN, i, slots[i], REPLAYSSM_SLOT_OPEN);
+      good = false;
+    } else {
+      const NextPlan next = next_of(i);
+      good = next.error == REPLAYSSM_ROW_OK;
+      if (!good) report(table, next.error, i, next.given, next.expected);
+    }
+  }
+
+  *header = {};
+  header->rows = rows;
+  header->num_tokens = rows * row_tokens;
+  for (int32_t i = 0; i < rows; ++i) {
+    if (good && slots[i] >= 0) {
+      const NextPlan next = next_of(i);
+      planned[i] = next.row;
+      table.cursors[slots[i]] = next.cursor;
+      for (int32_t k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) table.counters[k] += next.added[k];
+      header->num_live += 1;
+      if (next.row.flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
+    } else {
+      planned[i] = padded_plan_row(i * row_tokens, count_of(i));
+    }
+  }
+  if (status) *status = *table.error;
   return REPLAYSSM_OK;
 }
 

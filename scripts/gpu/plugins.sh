@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the TensorRT plugins on a machine with a CUDA GPU and runs them there: host test, harness (eager and captured, through
+# a real plugin registry), sanitizers.
+#
+#   scripts/gpu/plugins.sh --wheels DIR [--commit ID] [--out DIR] [--arch LIST] [--steps N]
+#
+# DIR holds the wheels of kernel-lens 2.0.1 (TensorRT's headers) and tensorrt_lean_cu13_libs 11.4.0.106 (a registry):
+#   pip download --no-deps --dest DIR kernel-lens==2.0.1 tensorrt_lean_cu13_libs==11.4.0.106
+# Needs nvcc, cmake, ninja and Python 3 with pip; installs nothing outside of the build folder. Writes OUT/plugins.json.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+commit=$(git describe --always --abbrev=12 --dirty --exclude='*' 2>/dev/null || echo unknown)
+wheels= out=build/gpu arch=native steps=1000
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --wheels) wheels=$2 ;;
+    --commit) commit=$2 ;;
+    --out) out=$2 ;;
+    --arch) arch=$2 ;;
+    --steps) steps=$2 ;;
+    *) echo "unknown argument: $1" >&2; exit 2 ;;
+  esac
+  shift 2
+done
+[ -n "$wheels" ] || { echo "--wheels: the folder of the two wheels is needed" >&2; exit 2; }
+
+build=build/gpu-plugins
+mkdir -p "$out"
+python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$build/wheels" "$wheels"/kernel_lens-*.whl \
+  "$wheels"/tensorrt_lean_cu13_libs-*.whl
+cmake -S . -B "$build" -G Ninja -DREPLAYSSM_CUDA=ON -DREPLAYSSM_BUILD_TESTS=ON -DREPLAYSSM_CUDA_ARCHITECTURES="$arch" \
+  -DREPLAYSSM_TENSORRT_INCLUDE_DIR="$PWD/$build/wheels/kernel_lens/include/tensorrt" > "$out/plugins-build.log"
+cmake --build "$build" >> "$out/plugins-build.log" 2>&1 || { tail -n 40 "$out/plugins-build.log"; exit 1; }
+
+library=$build/libtrtllm_replayssm_plugins.so
+registry=("$build"/wheels/tensorrt_lean_libs/libnvinfer_lean.so.*)
+"$build/plugin_test" "$library"
+"$build/plugin_harness" "$library" --registry "$PWD/${registry[0]}" --steps "$steps" --commit "$commit" \
+  --output "$out/plugins.json" | tee "$out/plugins.log" | tail -n 3
+for tool in memcheck racecheck initcheck; do
+  echo "== $tool"
+  timeout 280 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
+    "$build/plugin_harness" "$library" --quick --steps 61 > "$out/plugins-$tool.log" || { tail -n 40 "$out/plugins-$tool.log"; exit 1; }
+  tail -n 1 "$out/plugins-$tool.log"
+done
