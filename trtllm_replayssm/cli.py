@@ -86,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         help="of the states that ReplaySSM keeps: fp32 (default), bf16, fp16, fp16_sr, fp8_sr, nvfp4",
     )
     generate.add_argument(
-        "--read-copy", default="none", metavar="FORMAT", help="that steps read instead: none (default), fp8, nvfp4"
+        "--read-copy",
+        default="none",
+        metavar="FORMAT",
+        help="that steps read instead: none (default), fp8, nvfp4, nvfp4_amax, e2m2",
     )
     generate.add_argument("--adaptive", action="store_true", help="as many drafts as recent acceptance is worth")
 

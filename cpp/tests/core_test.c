@@ -76,7 +76,13 @@ static void test_formats(void) {
   formats.read_copy = REPLAYSSM_READ_COPY_NVFP4;
   CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
   CHECK(layout.checkpoint_head_bytes == P * N + P * 4 && layout.checkpoint.bytes == H * layout.checkpoint_head_bytes);
+  CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 16 + N + 16);
+  formats.read_copy = REPLAYSSM_READ_COPY_NVFP4_AMAX;
+  CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
   CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 16 + 16);
+  formats.read_copy = REPLAYSSM_READ_COPY_E2M2;
+  CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
+  CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 8 + P * N / 16 + 16);
   CHECK(layout.read_copy.offset >= layout.checkpoint.bytes && layout.read_copy.offset % 256 == 0);
 
   /* What a caller that lays out its own sections may get wrong. */
@@ -88,7 +94,7 @@ static void test_formats(void) {
   const replayssm_scan_args none = {0};
   replayssm_layer layer = {.checkpoint = {memory, 0}, .read_copy = {NULL, 0}};
   CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);
-  CHECK(strstr(replayssm_last_error(), "expected a read_copy buffer for read_copy='nvfp4', got NULL") != NULL);
+  CHECK(strstr(replayssm_last_error(), "expected a read_copy buffer for read_copy='e2m2', got NULL") != NULL);
   layer.read_copy.base = memory;
   layer.first_head = -1;
   CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);
