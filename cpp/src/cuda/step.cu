@@ -17,7 +17,7 @@
 //     it is a row without history whose checkpoint is the new one, the same bits as if it had been read back.
 //  5. A group of 8 lanes owns rows of S and of the output: a lane sums its columns of S C_s, scales them by the decay,
 //     adds its share of the records (j = lane mod 8), and three shuffles add the lanes up. Four tokens share each
-//     value that is unpacked.
+//     value that is unpacked. Scales of columns, if any, are multiplied into C first.
 // Quantised states (a read copy; a checkpoint of FP8 or NVFP4) are folded by fold_kernel before, since their scales are
 // reductions over what a CTA here has not at hand; a lane has 16 columns of them at once.
 // Every sum's order depends on h, T and the config alone. Dead ring rows are never read.
@@ -77,7 +77,7 @@ struct StatePart : Packed<Stored> {
 struct QuantisedPart {
   static constexpr bool kQuantised = true;
   static constexpr int kVec = 16;
-  static_assert(kLanes * kVec == kMaxStateDim && kVec == kNvfp4Block);
+  static_assert(kLanes * kVec == kMaxStateDim && kVec == kBlock);
 };
 
 struct Fp8 {};  // E4M3 with row scales
@@ -105,32 +105,48 @@ struct StatePart<Fp8> : QuantisedPart {
   }
 };
 
-struct Nvfp4 {};  // E2M1 with block scales and a head scale
-template <>
-struct StatePart<Nvfp4> : QuantisedPart {
+template <typename Format>  // one of block scales; column scales go to C
+struct BlockPart : QuantisedPart {
   struct Raw {
     uint2 codes;
+    uint32_t low_bits;
     float step;
   };
 
   __device__ static Raw load(const char* chunk, int P, int N, int row, int column) {
-    const Nvfp4Chunk layout{P, N};
+    const BlockChunk<Format> layout{P, N};
     const int index = row * N + column;
-    return {__ldcs(reinterpret_cast<const uint2*>(chunk + index / 2)),
-            nvfp4_step((chunk + layout.block_scales())[index / kNvfp4Block],
-                       *reinterpret_cast<const float*>(chunk + layout.head_scale()))};
+    Raw raw{};
+    raw.codes = __ldcs(reinterpret_cast<const uint2*>(chunk + index / 2));
+    if constexpr (Format::kLowBits) {
+      raw.low_bits = reinterpret_cast<const uint16_t*>(chunk + layout.low_bits())[index / kBlock];
+    }
+    raw.step = block_step((chunk + layout.block_scales())[index / kBlock],
+                          *reinterpret_cast<const float*>(chunk + layout.head_scale()));
+    return raw;
   }
 
   __device__ static void unpack(const Raw& raw, float (&value)[kVec]) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
+      const uint32_t codes = (w < 2 ? raw.codes.x : raw.codes.y) >> w % 2 * 16;
       float part[4];
-      load_e2m1((w < 2 ? raw.codes.x : raw.codes.y) >> w % 2 * 16, part);
+      if constexpr (Format::kLowBits) {
+        load_e2m2(codes, raw.low_bits >> 4 * w, part);
+      } else {
+        load_e2m1(codes, part);
+      }
 #pragma unroll
       for (int v = 0; v < 4; ++v) value[4 * w + v] = mul_rn(part[v], raw.step);
     }
   }
 };
+template <>
+struct StatePart<Nvfp4Amax> : BlockPart<Nvfp4Amax> {};
+template <>
+struct StatePart<Nvfp4> : BlockPart<Nvfp4> {};
+template <>
+struct StatePart<E2m2> : BlockPart<E2m2> {};
 
 // What the output loop reads: pointers into shared memory, at the first record and the first token that count.
 struct OutputView {
@@ -223,6 +239,12 @@ __global__ __launch_bounds__(kThreads,
   const int h = flagged && params.flushed ? 0 : row.history;  // staged records of history
   const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.flushed);
   const HeadSlot slot(problem, params.layer, row.slot, head);
+
+  uint8_t column_scale = 0;  // of column tid
+  if constexpr (std::is_same_v<Stored, Nvfp4>) {
+    static_assert(kMaxStateDim <= kThreads);
+    if (stored_before && tid < N) column_scale = (slot.read_copy + BlockChunk<Nvfp4>{P, N}.column_scales())[tid];
+  }
 
   // 1. Records and new tokens.
   extern __shared__ __align__(16) float shared[];
@@ -349,6 +371,11 @@ __global__ __launch_bounds__(kThreads,
     }
   }
   __syncthreads();
+  if constexpr (std::is_same_v<Stored, Nvfp4>) {  // nobody but the sums over S reads C any more
+    const float scale = e4m3_to_float(column_scale);
+    for (int s = 0; s < T && tid < N; ++s) C[s * N + tid] = __fmul_rn(scale, C[s * N + tid]);
+    __syncthreads();
+  }
 
   const float skip = args.D.data ? load_scalar(args.D.data, args.D.dtype, head) : 0.0f;
   for (int first_row = 0; first_row < P; first_row += Shape::kBlockRows) {
@@ -438,10 +465,18 @@ __global__ __launch_bounds__(kThreads,
 // Calls f with a value of the type of StatePart that steps read: of the read copy if there is one.
 template <typename F>
 auto with_read_format(const replayssm_config& config, F&& f) {
-  if (config.read_copy == REPLAYSSM_READ_COPY_NVFP4 || config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4) {
-    return f(Nvfp4());
+  switch (config.read_copy) {
+    case REPLAYSSM_READ_COPY_FP8:
+      return f(Fp8());
+    case REPLAYSSM_READ_COPY_NVFP4:
+      return f(Nvfp4());
+    case REPLAYSSM_READ_COPY_NVFP4_AMAX:
+      return f(Nvfp4Amax());
+    case REPLAYSSM_READ_COPY_E2M2:
+      return f(E2m2());
   }
-  if (config.read_copy == REPLAYSSM_READ_COPY_FP8 || config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR) return f(Fp8());
+  if (config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4) return f(Nvfp4Amax());
+  if (config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR) return f(Fp8());
   return with_checkpoint(config.checkpoint, f);
 }
 
@@ -475,7 +510,8 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 cudaError_t load_step_kernels() {
   cudaError_t error = load_step_mma_kernels();
   replayssm_config config{};
-  for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4}) {
+  for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4,
+                        REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {
     for (int checkpoint : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
       config.read_copy = read_copy, config.checkpoint = checkpoint;
       if (error != cudaSuccess) return error;

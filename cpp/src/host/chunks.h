@@ -86,8 +86,7 @@ inline void load_fp8(const char* chunk, int32_t P, int32_t N, float* state) {
   }
 }
 
-// ---- block scales: codes | lowest bits of 5-bit codes | block scales | column scales, if any | head scale | zeros
-// -----
+// ---- block scales: the parts of BlockChunk, then zeros -------------------------------------------------------------
 
 template <typename Format>
 void store_codes(const uint32_t (&codes)[kBlock], const BlockChunk<Format>& lies, int64_t block, char* chunk) {
