@@ -223,8 +223,8 @@ def test_searched_scales_are_the_definitions(device, kind, heads):
 
 
 def test_searched_copies_are_closer(device):
-    """Mean squared errors relative to nvfp4_amax's. Columns differ in size as in the checkpoint of the examples (the
-    logarithm of a column's amax has a deviation of 0.6), in whose states the ratios are 1.48 and 5.0.
+    """Mean squared errors next to nvfp4_amax's. The sizes of columns differ about as much as in the states of the
+    checkpoint in examples/ (a standard deviation of the logarithm of their amax of 0.6).
     """
     state = random_heads(0, 8, 64)
     errors = {}

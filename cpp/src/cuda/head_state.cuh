@@ -6,8 +6,8 @@
 //
 // A group of 8 lanes owns two rows, chunk c of a lane being the 4 columns from (c * 8 + lane) * 4 on, and the CTA has a
 // group for every pair of rows. So a scale over 16 columns is a reduction over 4 lanes, over a row one over a group,
-// over a column or the head one over the CTA, and every cast starts from the float32 values. The groups of a warp have rows all or
-// none (head_dim is a multiple of 8): whole warps shuffle.
+// over a column or the head one over the CTA, and every cast starts from the float32 values. The groups of a warp have
+// rows all or none (head_dim is a multiple of 8): whole warps shuffle.
 //
 // A draw of random bits serves more columns than a lane has in a chunk. Lanes share their draws: each draws for another
 // row or chunk, and they exchange words.
