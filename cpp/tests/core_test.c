@@ -55,7 +55,7 @@ static void test_table(void) {
   CHECK(strcmp(replayssm_checkpoint_name(REPLAYSSM_CHECKPOINT_FP16_SR), "fp16_sr") == 0);
   CHECK(strcmp(replayssm_read_copy_name(REPLAYSSM_READ_COPY_NVFP4), "nvfp4") == 0);
   CHECK(strcmp(replayssm_dtype_name(REPLAYSSM_FP16), "fp16") == 0);
-  CHECK(!replayssm_checkpoint_name(6) && !replayssm_read_copy_name(3) && !replayssm_dtype_name(3));
+  CHECK(!replayssm_checkpoint_name(6) && !replayssm_read_copy_name(5) && !replayssm_dtype_name(3));
   CHECK(!replayssm_checkpoint_name(-1));
 
   /* status is the error word as plan_next leaves it: the first error, until the caller clears the word */
