@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
 from .. import MambaGeometry, ReplayConfig, SlotLayout, _core
@@ -74,7 +75,7 @@ class EngineConfig:
         """T_max."""
         return 1 + self.draft_tokens
 
-    @property
+    @cached_property
     def replay(self) -> ReplayConfig:
         return ReplayConfig(
             window=self.window,
