@@ -11,7 +11,9 @@ logits are the exception: fp32 from the product's 16 bits, as a 16-bit product o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from onnx import ModelProto, TensorProto
@@ -96,6 +98,18 @@ def _mtp_head(layers: Layers) -> ModelProto:
     return graph.model()
 
 
+class CacheRows(NamedTuple):
+    """What attention layers share.
+
+    live: bool [B, S, 1], the row's tokens. write_at: INT64 [B], where their keys and values go. mask: bool [B, 1,
+    sharing · S, capacity], the keys that a token sees, as often as query heads share a key head.
+    """
+
+    live: str
+    mask: str
+    write_at: str
+
+
 class Layers:
     """Layers of a graph by the names of their tensors, which are also the names of the nodes. Values are [B, S, …]."""
 
@@ -122,28 +136,34 @@ class Layers:
         accepted: of a graph with state; it gets the slots too, and plans.
         """
         graph = self.graph
-        token_ids = graph.input("token_ids", TensorProto.INT32, ["B", "S"])
-        tokens, positions = (graph.input(name, TensorProto.INT32, ["B"]) for name in ("tokens", "positions"))
+        self._token_ids = graph.input("token_ids", TensorProto.INT32, ["B", "S"])
+        self._tokens = graph.input("tokens", TensorProto.INT32, ["B"])
         if accepted:
             slots, given = (graph.input(name, TensorProto.INT32, ["B"]) for name in ("slots", "accepted"))
-            self._mixers.plan(slots, tokens, given, token_ids)
-        shape = graph.node("Shape", "rows/shape", token_ids, start=1, end=2)
-        count = graph.node("Squeeze", "rows/count", shape)
+            self._mixers.plan(slots, self._tokens, given, self._token_ids)
+        return self._token_ids
+
+    @cached_property
+    def _cache_rows(self) -> CacheRows:
+        graph, model = self.graph, self.model
+        positions = graph.input("positions", TensorProto.INT32, ["B"])
+        count = graph.node("Squeeze", "rows/count", graph.node("Shape", "rows/shape", self._token_ids, start=1, end=2))
         count = graph.node("Cast", "rows/count_int32", count, to=TensorProto.INT32)
         limits = graph.constant("int.0", 0, torch.int32), count, graph.constant("int.1", 1, torch.int32)
         steps = graph.node("Range", "rows/steps", *limits)  # [S]
         column = graph.constant("axis.1", [1], torch.int64)
-        first = graph.node("Unsqueeze", "rows/first", positions, column)
-        counts = graph.node("Unsqueeze", "rows/counts", tokens, column)
-        live = graph.node("Less", "rows/live", steps, counts)  # [B, S]
-        self._live = graph.node("Unsqueeze", "rows/live_column", live, graph.constant("axis.2", [2], torch.int64))
-        at = graph.node("Add", "rows/positions", first, steps)
+        counts = graph.node("Unsqueeze", "rows/counts", self._tokens, column)
+        live = graph.node("Less", "rows/live", steps, counts)
+        at = graph.node("Add", "rows/positions", graph.node("Unsqueeze", "rows/first", positions, column), steps)
         at = graph.node("Unsqueeze", "rows/positions_4d", at, graph.constant("axes.1.3", [1, 3], torch.int64))
-        capacity = self.config.kv_capacity
-        keys = graph.constant("key_positions", torch.arange(capacity), torch.int32)
-        self._mask = graph.node("LessOrEqual", "rows/mask", keys, at)  # [B, 1, S, capacity]
-        self._write_at = graph.node("Cast", "rows/write_at", positions, to=TensorProto.INT64)
-        return token_ids
+        keys = graph.constant("key_positions", torch.arange(self.config.kv_capacity), torch.int32)
+        mask = graph.node("LessOrEqual", "rows/mask", keys, at)
+        sharing = model.attention_heads // model.kv_heads
+        return CacheRows(
+            live=graph.node("Unsqueeze", "rows/live_column", live, graph.constant("axis.2", [2], torch.int64)),
+            mask=graph.node("Concat", "rows/shared_mask", *[mask] * sharing, axis=2),
+            write_at=graph.node("Cast", "rows/write_at", positions, to=TensorProto.INT64),
+        )
 
     # ---- dense pieces ----
 
@@ -218,24 +238,29 @@ class Layers:
         """Keys and values of a row's new tokens go to `positions` of its cache row. What stands behind the row's tokens
         is undefined and would be written too: 0 takes its place, since a masked value still meets a weight of 0, and
         0 · NaN is NaN.
+
+        The query heads of a key head stand in for query tokens: TensorRT would copy the cache for each of them.
         """
-        graph, model = self.graph, self.model
+        graph, model, rows = self.graph, self.model, self._cache_rows
         layer = self._attention_layers
         self._attention_layers += 1
-        x = graph.node("Where", name + "live", self._live, x, graph.constant("zero", 0, graph.dtype))
+        x = graph.node("Where", name + "live", rows.live, x, graph.constant("zero", 0, graph.dtype))
         q = self._heads(name + "q", self.linear(name + "q_proj", x), model.attention_heads)
+        shape = graph.constant("heads.shared", [0, model.kv_heads, -1, model.head_dim], torch.int64)
+        q = graph.node("Reshape", name + "q/shared", q, shape)
         cached = []
         for key, cache in (("k", "key_cache"), ("v", "value_cache")):
             shape = ["B", model.kv_heads, self.config.kv_capacity, model.head_dim]
             old, new = graph.input(f"{cache}.{layer}", self.kind, shape), f"new_{cache}.{layer}"
             update = self._heads(name + key, self.linear(f"{name}{key}_proj", x), model.kv_heads)
-            scatter = (old, update, self._write_at)
-            cached.append(
-                graph.node("TensorScatter", f"{name}{key}_cache", *scatter, output=new, axis=-2, mode="linear")
-            )
+            scatter = dict(output=new, axis=-2, mode="linear")
+            cached.append(graph.node("TensorScatter", f"{name}{key}_cache", old, update, rows.write_at, **scatter))
             graph.output(new, self.kind, shape)
-        y = graph.node("Attention", name + "attention", q, *cached, self._mask)
-        y = graph.node("Transpose", name + "by_token", y, perm=[0, 2, 1, 3])
+        y = graph.node("Attention", name + "attention", q, *cached, rows.mask)
+        shape = graph.constant("heads.each", [0, model.attention_heads, -1, model.head_dim], torch.int64)
+        y = graph.node(
+            "Transpose", name + "by_token", graph.node("Reshape", name + "each", y, shape), perm=[0, 2, 1, 3]
+        )
         width = model.attention_heads * model.head_dim
         y = graph.node("Reshape", name + "joined", y, graph.constant("joined", [0, 0, width], torch.int64))
         return self.linear(name + "o_proj", y)
