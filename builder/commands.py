@@ -133,7 +133,8 @@ def _print_layers(name: str, layers: list[dict], every: bool) -> None:
     print(f"plugins: {sum(nodes.values())}, of {len(nodes)} nodes")
     if every:
         for layer in layers:
-            print(f"  {layer['kind']:14} {' '.join(layer['nodes'])} {layer['plugin']}".rstrip())
+            types = f"{' '.join(layer['inputs'])} -> {' '.join(layer['outputs'])}"
+            print(f"  {layer['kind']:14} {' '.join(layer['nodes'])}: {types} {layer['plugin']}".rstrip())
 
 
 def _print_memory(bundle: Bundle, budget: int | None, sequences: int | None) -> None:

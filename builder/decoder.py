@@ -19,10 +19,10 @@ import torch
 from onnx import ModelProto, TensorProto
 
 from ..runtime.model_config import ATTENTION, MAMBA, MLP, MOE, CheckpointError, ModelConfig
-from ..runtime.weights import Weights
 from .engine_config import EngineConfig, Pool
 from .graph import Graph
 from .mixers import Mixers
+from .quantized_weights import BLOCK, Nvfp4, QuantizedWeights
 from .weight_file import KINDS, WeightFile
 
 MODEL, MTP, WEIGHTS = "model.onnx", "mtp.onnx", "weights.bin"
@@ -43,8 +43,8 @@ def export(
         CheckpointError: the checkpoint is incomplete or has something that no graph can hold, before anything is
             written.
     """
-    model = ModelConfig.read(checkpoint)
-    weights = Weights(checkpoint, model)
+    model = ModelConfig.read(checkpoint, quantized=True)
+    weights = QuantizedWeights(checkpoint, model)
     with_mtp = config.draft_tokens > 0 and weights.has_mtp
     if with_mtp and (model.mtp_depths > 1 or MAMBA in model.mtp_layers):
         raise CheckpointError(
@@ -117,7 +117,7 @@ class Layers:
         self,
         graph: Graph,
         model: ModelConfig,
-        weights: Weights,
+        weights: QuantizedWeights,
         config: EngineConfig,
         pool: Pool,
         progress: Callable[[str, int, int], None],
@@ -154,14 +154,19 @@ class Layers:
         column = graph.constant("axis.1", [1], torch.int64)
         counts = graph.node("Unsqueeze", "rows/counts", self._tokens, column)
         live = graph.node("Less", "rows/live", steps, counts)
-        at = graph.node("Add", "rows/positions", graph.node("Unsqueeze", "rows/first", positions, column), steps)
+        shared = graph.constant("heads.sharing", [model.attention_heads // model.kv_heads, 1], torch.int64)
+        shared = graph.node(
+            "Reshape",
+            "rows/shared",
+            graph.node("Expand", "rows/each", steps, shared),
+            graph.constant("all", [-1], torch.int64),
+        )
+        at = graph.node("Add", "rows/positions", graph.node("Unsqueeze", "rows/first", positions, column), shared)
         at = graph.node("Unsqueeze", "rows/positions_4d", at, graph.constant("axes.1.3", [1, 3], torch.int64))
         keys = graph.constant("key_positions", torch.arange(self.config.kv_capacity), torch.int32)
-        mask = graph.node("LessOrEqual", "rows/mask", keys, at)
-        sharing = model.attention_heads // model.kv_heads
         return CacheRows(
             live=graph.node("Unsqueeze", "rows/live_column", live, graph.constant("axis.2", [2], torch.int64)),
-            mask=graph.node("Concat", "rows/shared_mask", *[mask] * sharing, axis=2),
+            mask=graph.node("LessOrEqual", "rows/mask", keys, at),
             write_at=graph.node("Cast", "rows/write_at", positions, to=TensorProto.INT64),
         )
 
@@ -184,8 +189,31 @@ class Layers:
         graph.output("logits", TensorProto.FLOAT, ["B", "S", model.vocab_size])
 
     def linear(self, name: str, x: str, bias: bool = False) -> str:
-        y = self.graph.node("MatMul", name, x, self._transposed(name + ".weight"))
+        packed = self._weights.nvfp4(name + ".weight")
+        if packed is None:
+            y = self.graph.node("MatMul", name, x, self._transposed(name + ".weight"))
+        else:
+            y = self._nvfp4(name, x, packed)
         return self.graph.node("Add", name + "/biased", y, self._tensor(name + ".bias")) if bias else y
+
+    def _nvfp4(self, name: str, x: str, linear: Nvfp4) -> str:
+        """Weights and activations in NVFP4: TensorRT makes one product of four-bit numbers of it."""
+        graph = self.graph
+        scale = graph.weight(name + ".weight_scale_2", lambda: linear.scale)
+        weight = self._from_fp4(
+            name + "/weight",
+            graph.weight(name + ".weight", lambda: linear.codes),
+            graph.weight(name + ".weight_scale", lambda: linear.block_scales),
+            scale,
+        )
+        input_scale = graph.weight(name + ".input_scale", lambda: linear.input_scale)
+        x = self._from_fp4(name + "/x", *graph.fp4(name + "/x4", x, input_scale), input_scale)
+        return graph.node("MatMul", name, x, graph.node("Transpose", name + "/transposed", weight, perm=[1, 0]))
+
+    def _from_fp4(self, name: str, codes: str, block_scales: str, scale: str) -> str:
+        scales = self.graph.node("DequantizeLinear", name + "/scales", block_scales, scale)
+        values = self.graph.node("DequantizeLinear", name + "/fp32", codes, scales, axis=-1, block_size=BLOCK)
+        return self._cast(values, self.kind, name)
 
     def norm(self, name: str, x: str, output: str | None = None) -> str:
         """Of an fp32 x, in the model's dtype."""
@@ -258,9 +286,8 @@ class Layers:
             graph.output(new, self.kind, shape)
         y = graph.node("Attention", name + "attention", q, *cached, rows.mask)
         shape = graph.constant("heads.each", [0, model.attention_heads, -1, model.head_dim], torch.int64)
-        y = graph.node(
-            "Transpose", name + "by_token", graph.node("Reshape", name + "each", y, shape), perm=[0, 2, 1, 3]
-        )
+        y = graph.node("Reshape", name + "each", y, shape)
+        y = graph.node("Transpose", name + "by_token", y, perm=[0, 2, 1, 3])
         width = model.attention_heads * model.head_dim
         y = graph.node("Reshape", name + "joined", y, graph.constant("joined", [0, 0, width], torch.int64))
         return self.linear(name + "o_proj", y)

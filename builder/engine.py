@@ -43,11 +43,14 @@ class Layer:
 
     kind: TensorRT's word: "kgen" and "gemm" (kernels), "PluginV3", "custom_layer" (a plugin without an alias) …
     nodes: the ONNX nodes that are in it.
+    inputs, outputs: their dtypes in TensorRT's words; the inputs with the constants.
     plugin: "Name: field=value …", where the builder tells.
     """
 
     kind: str
     nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     plugin: str = ""
 
 
@@ -177,8 +180,14 @@ def _inspected(trt, log: Log, plan: Path) -> str:
 
 def _layer(kind: str, rest: str) -> Layer:
     plugin = re.search(r"PluginType: (\w+), .*PluginMetadata: (.*?), TacticValue", rest)
-    nodes = tuple(re.findall(r"\[ONNX Layer: ([^\]]*)\]", rest))
-    return Layer(kind, nodes, f"{plugin[1]}: {plugin[2]}" if plugin else "")
+    given, _, made = rest.partition(", Outputs: [")
+    return Layer(
+        kind=kind,
+        nodes=tuple(re.findall(r"\[ONNX Layer: ([^\]]*)\]", rest)),
+        inputs=tuple(re.findall(r"Datatype: (\w+)", given)),
+        outputs=tuple(re.findall(r"Datatype: (\w+)", made)),
+        plugin=f"{plugin[1]}: {plugin[2]}" if plugin else "",
+    )
 
 
 def _require_cache_rows(network, name: str) -> None:

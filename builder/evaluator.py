@@ -209,6 +209,19 @@ class Attention(ReferenceAttention):
         )
 
 
+class TRT_FP4DynamicQuantize(OpRun):
+    """TensorRT's quantisation of activations to NVFP4."""
+
+    op_domain = "trt"
+
+    def _run(self, x, scale, axis=None, block_size=None, scale_type=None):
+        blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block_size)
+        largest = np.abs(blocks).max(-1) / (6 * scale)
+        scales = np.clip(largest, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn)
+        values = np.clip(blocks / (scales.astype(np.float32) * scale)[..., None], -6, 6)
+        return values.astype(ml_dtypes.float4_e2m1fn).reshape(x.shape), scales
+
+
 def _vector(values: np.ndarray) -> tuple[int, int]:
     return values.ctypes.data, _CODES[values.dtype]
 
@@ -222,4 +235,4 @@ def _aligned(shape: tuple[int, ...], dtype) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-_OPS = [ReplaySsmPlan, ReplayCausalConv, ReplaySsmFlush, ReplaySsmStep, MatMul, Attention]
+_OPS = [ReplaySsmPlan, ReplayCausalConv, ReplaySsmFlush, ReplaySsmStep, MatMul, Attention, TRT_FP4DynamicQuantize]

@@ -48,6 +48,15 @@ class Graph:
         self._nodes.append(helper.make_node(op, inputs, [output], name=name, **attributes))
         return output
 
+    def fp4(self, name: str, x: str, scale: str) -> tuple[str, str]:
+        """x in NVFP4, by TensorRT's node for it: E2M1 codes, and E4M3 scales of blocks of 16 in the last dimension."""
+        outputs = f"{name}.codes", f"{name}.scales"
+        fields = dict(axis=-1, block_size=16, scale_type=TensorProto.FLOAT8E4M3FN)
+        self._nodes.append(
+            helper.make_node("TRT_FP4DynamicQuantize", [x, scale], outputs, name, domain="trt", **fields)
+        )
+        return outputs
+
     def top_k(self, name: str, x: str, count: str) -> tuple[str, str]:
         """The largest of the last dimension: values, indices int64."""
         outputs = f"{name}.values", f"{name}.indices"
@@ -64,5 +73,6 @@ class Graph:
         graph = helper.make_graph(
             self._nodes, self.name, self._inputs, self._outputs, list(self._initializers.values())
         )
-        imports = [helper.make_opsetid("", _OPSET), helper.make_opsetid(NAMESPACE, 1)]
+        domains = dict.fromkeys(node.domain for node in self._nodes)
+        imports = [helper.make_opsetid(domain, 1 if domain else _OPSET) for domain in domains]
         return helper.make_model(graph, opset_imports=imports, ir_version=_IR_VERSION, producer_name="trtllm-replayssm")

@@ -14,6 +14,7 @@ KINDS = {
     torch.float16: TensorProto.FLOAT16,
     torch.int32: TensorProto.INT32,
     torch.int64: TensorProto.INT64,
+    torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
 }
 _ALIGNMENT = 4096  # so that readers can map a tensor
 _INLINE_BYTES = 1024  # smaller tensors stand in the model itself
@@ -34,9 +35,13 @@ class WeightFile:
         self._file.close()
 
     def tensor(self, name: str, read) -> TensorProto:
-        """An initializer `name`, whose values `read()` gives as a CPU tensor."""
+        """An initializer `name`, whose values `read()` gives as a CPU tensor; uint8: pairs of FP4 codes."""
         values = read().contiguous()
-        proto = TensorProto(name=name, data_type=KINDS[values.dtype], dims=values.shape)
+        if values.dtype == torch.uint8:  # two FP4 codes a byte, the first in the low four bits
+            proto = TensorProto(name=name, data_type=TensorProto.FLOAT4E2M1, dims=values.shape)
+            proto.dims[-1] *= 2
+        else:
+            proto = TensorProto(name=name, data_type=KINDS[values.dtype], dims=values.shape)
         data = memoryview(values.flatten().view(torch.uint8).numpy())
         if data.nbytes <= _INLINE_BYTES:
             proto.raw_data = bytes(data)

@@ -14,6 +14,7 @@ import pytest
 from trtllm_replayssm import SlotLayout, _core, builder
 from trtllm_replayssm.builder import BundleError, EngineConfig, EngineError, build, bundle, read, tensorrt_package
 from trtllm_replayssm.builder.decoder import export
+from trtllm_replayssm.builder.engine import Layer
 from trtllm_replayssm.runtime import CheckpointError
 from trtllm_replayssm.runtime.model_config import ATTENTION, MAMBA
 
@@ -41,9 +42,13 @@ def built(checkpoint, folder, *more):
 
 
 def layers(folder, name):
-    """(kind, nodes, plugin) of each layer."""
-    rows = json.loads((folder / "layers.json").read_text())[name]
-    return [(row["kind"], row["nodes"], row["plugin"]) for row in rows]
+    return [Layer(**row) for row in json.loads((folder / "layers.json").read_text())[name]]
+
+
+def types_of(listed, name):
+    """Dtypes of the inputs and outputs of a node that has a layer of its own, the same in both profiles."""
+    (types,) = {(*layer.inputs, "->", *layer.outputs) for layer in listed if layer.nodes == [name]}
+    return " ".join(types)
 
 
 @needs_rtx
@@ -64,11 +69,18 @@ def test_build(tmp_path, nano, model, state_io):
     listed = layers(folder, "model")
     expected = "PluginV3" if state_io == "alias" else "custom_layer"
     for name in names:
-        assert [kind for kind, nodes, _ in listed if name in nodes] == [expected] * 2, name
-    assert not {"copy", "reformat", "Reformat"} & {kind for kind, _, _ in listed}
+        assert [layer.kind for layer in listed if name in layer.nodes] == [expected] * 2, name
+    assert not {"copy", "reformat", "Reformat"} & {layer.kind for layer in listed}
     if state_io == "alias":
-        plugins = [plugin for kind, _, plugin in listed if kind == "PluginV3"]
+        plugins = [layer.plugin for layer in listed if layer.kind == "PluginV3"]
         assert all("max_step_tokens=4" in plugin and "activation=bf16" in plugin for plugin in plugins)
+        mixer = "backbone.layers.0.mixer."
+        assert types_of(listed, "plan") == "Int32 Int32 Int32 Int32 Int32 -> Int32 Int32 Int32"
+        assert types_of(listed, mixer + "conv") == "Int32 Int32 BFloat16 BFloat16 BFloat16 Int32 -> BFloat16 Int32"
+        assert types_of(listed, mixer + "flush") == "Int32 Int32 Float Int32 -> Int32"
+        assert types_of(listed, mixer + "step") == (
+            "Int32 Int32 BFloat16 BFloat16 Float Float Float Int32 -> BFloat16 Int32"
+        )
 
     bindings = report["bindings"]["model"]
     state = ["INT64", [1]] if state_io == "host_pointer" else ["INT32", [4, report_slot_words(report)]]
@@ -122,7 +134,7 @@ def test_inspect(engine, monkeypatch, tmp_path):
         "3 mamba, 1 mlp, 1 attention, 1 moe",
         "4 rows of 1..4 tokens",
         "plugins: 20, of 10 nodes",
-        "PluginV3       backbone.layers.0.mixer.flush ReplaySsmFlush: num_heads=8",
+        "PluginV3       backbone.layers.0.mixer.flush: Int32 Int32 Float Int32 -> Int32 ReplaySsmFlush: num_heads=8",
         "input  BF16  key_cache.0",
         "RTX GPUs, 8.x and 12.x",
         "this engine has slots for 4",

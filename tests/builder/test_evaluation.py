@@ -31,12 +31,12 @@ class Sequence:
 class SideBySide:
     """Sequences of random tokens in a graph and in the embedded runtime, whose slot numbers differ."""
 
-    def __init__(self, folder, config, checkpoint=TINY):
+    def __init__(self, folder, config, checkpoint=TINY, reference=None):
         model, pool = export(checkpoint, folder, config)
         self.config, self.random = config, random.Random(0)
         self.run = GraphRun(folder / MODEL, pool, config)
         self.engine = Engine(
-            checkpoint,
+            reference or checkpoint,
             device="cpu",
             dtype=config.dtype,
             max_batch=ROWS,
