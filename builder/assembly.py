@@ -69,6 +69,10 @@ def build(
         from . import decoder
     except ImportError as error:
         raise ImportError(f"reading checkpoints needs {error.name}: pip install 'trtllm-replayssm[builder]'") from None
+    if config.dtype == "float32":
+        raise ValueError(
+            "dtype: expected bfloat16 or float16, got 'float32', for which TensorRT has no attention kernel"
+        )
     _plugin_library()
     with bundles.being_written(output) as folder:
         model, pool = decoder.export(checkpoint, folder, config, progress)

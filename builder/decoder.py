@@ -154,13 +154,9 @@ class Layers:
         column = graph.constant("axis.1", [1], torch.int64)
         counts = graph.node("Unsqueeze", "rows/counts", self._tokens, column)
         live = graph.node("Less", "rows/live", steps, counts)
-        shared = graph.constant("heads.sharing", [model.attention_heads // model.kv_heads, 1], torch.int64)
-        shared = graph.node(
-            "Reshape",
-            "rows/shared",
-            graph.node("Expand", "rows/each", steps, shared),
-            graph.constant("all", [-1], torch.int64),
-        )
+        sharing = graph.constant("heads.sharing", [model.attention_heads // model.kv_heads, 1], torch.int64)
+        shared = graph.node("Expand", "rows/each", steps, sharing)
+        shared = graph.node("Reshape", "rows/shared", shared, graph.constant("all", [-1], torch.int64))  # [sharing · S]
         at = graph.node("Add", "rows/positions", graph.node("Unsqueeze", "rows/first", positions, column), shared)
         at = graph.node("Unsqueeze", "rows/positions_4d", at, graph.constant("axes.1.3", [1, 3], torch.int64))
         keys = graph.constant("key_positions", torch.arange(self.config.kv_capacity), torch.int32)

@@ -105,6 +105,10 @@ def build_engine(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, aliased)
     config.progress_monitor = _monitor(trt, progress)
+    if targets and not tensorrt.is_rtx:
+        raise EngineError(
+            f"target: {tensorrt.name} builds for the GPU of its machine, only TensorRT for RTX for others"
+        )
     if targets:
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):

@@ -275,6 +275,11 @@ def test_refused_checkpoints(tmp_path):
         export(mamba, tmp_path / "none", SMALL_ENGINE)
 
 
+def test_dtype_without_attention(tmp_path):
+    with pytest.raises(ValueError, match="dtype: expected bfloat16 or float16, got 'float32'"):
+        build(TINY, tmp_path / "engine", replace(SMALL_ENGINE, dtype="float32"))
+
+
 @needs_rtx
 def test_cache_rows_are_those_of_the_batch(tmp_path):
     """A cache of other rows builds without complaint: the builder must refuse it."""
