@@ -35,6 +35,7 @@ def run_build(options) -> int:
         "seed",
         "dtype",
         "state_io",
+        "trt_attention",
         "allow_dense_moe",
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

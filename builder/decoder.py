@@ -99,15 +99,16 @@ def _mtp_head(layers: Layers) -> ModelProto:
 
 
 class CacheRows(NamedTuple):
-    """What attention layers share.
+    """What attention layers share. S new tokens of a row stand at positions `first` and on.
 
-    live: bool [B, S, 1], the row's tokens. write_at: INT64 [B], where their keys and values go. mask: bool [B, 1,
-    sharing · S, capacity], the keys that a token sees, as often as query heads share a key head.
+    live: bool [B, S, 1], which of them the row has. write_at: INT64 [B], where their keys and values go.
+    first: INT32 [B, 1]. steps: INT32 [S], 0 … S - 1.
     """
 
     live: str
-    mask: str
     write_at: str
+    first: str
+    steps: str
 
 
 class Layers:
@@ -145,26 +146,40 @@ class Layers:
 
     @cached_property
     def _cache_rows(self) -> CacheRows:
-        graph, model = self.graph, self.model
+        graph = self.graph
         positions = graph.input("positions", TensorProto.INT32, ["B"])
-        count = graph.node("Squeeze", "rows/count", graph.node("Shape", "rows/shape", self._token_ids, start=1, end=2))
-        count = graph.node("Cast", "rows/count_int32", count, to=TensorProto.INT32)
-        limits = graph.constant("int.0", 0, torch.int32), count, graph.constant("int.1", 1, torch.int32)
-        steps = graph.node("Range", "rows/steps", *limits)  # [S]
+        count = graph.node("Shape", "rows/shape", self._token_ids, start=1, end=2)
+        count = graph.node("Cast", "rows/count", count, to=TensorProto.INT32)
+        limits = graph.constant("int.0", 0, torch.int32), graph.node("Squeeze", "rows/end", count)
+        steps = graph.node("Range", "rows/steps", *limits, graph.constant("int.1", 1, torch.int32))
         column = graph.constant("axis.1", [1], torch.int64)
-        counts = graph.node("Unsqueeze", "rows/counts", self._tokens, column)
-        live = graph.node("Less", "rows/live", steps, counts)
-        sharing = graph.constant("heads.sharing", [model.attention_heads // model.kv_heads, 1], torch.int64)
-        shared = graph.node("Expand", "rows/each", steps, sharing)
-        shared = graph.node("Reshape", "rows/shared", shared, graph.constant("all", [-1], torch.int64))  # [sharing · S]
-        at = graph.node("Add", "rows/positions", graph.node("Unsqueeze", "rows/first", positions, column), shared)
-        at = graph.node("Unsqueeze", "rows/positions_4d", at, graph.constant("axes.1.3", [1, 3], torch.int64))
-        keys = graph.constant("key_positions", torch.arange(self.config.kv_capacity), torch.int32)
+        live = graph.node("Less", "rows/live", steps, graph.node("Unsqueeze", "rows/tokens", self._tokens, column))
         return CacheRows(
             live=graph.node("Unsqueeze", "rows/live_column", live, graph.constant("axis.2", [2], torch.int64)),
-            mask=graph.node("LessOrEqual", "rows/mask", keys, at),
             write_at=graph.node("Cast", "rows/write_at", positions, to=TensorProto.INT64),
+            first=graph.node("Unsqueeze", "rows/first", positions, column),
+            steps=steps,
         )
+
+    @cached_property
+    def _mask(self) -> str:
+        """bool [B, 1, sharing · S, capacity], the keys that a token sees, as often as query heads share a key head."""
+        graph, model, rows = self.graph, self.model, self._cache_rows
+        sharing = graph.constant("heads.sharing", [model.attention_heads // model.kv_heads, 1], torch.int64)
+        steps = graph.node("Expand", "rows/each", rows.steps, sharing)
+        steps = graph.node("Reshape", "rows/shared", steps, graph.constant("all", [-1], torch.int64))
+        at = graph.node("Add", "rows/positions", rows.first, steps)
+        at = graph.node("Unsqueeze", "rows/positions_4d", at, graph.constant("axes.1.3", [1, 3], torch.int64))
+        keys = graph.constant("key_positions", torch.arange(self.config.kv_capacity), torch.int32)
+        return graph.node("LessOrEqual", "rows/mask", keys, at)
+
+    @cached_property
+    def _lengths(self) -> str:
+        """INT32 [B], keys that the last of S tokens sees."""
+        rows, graph = self._cache_rows, self.graph
+        last = graph.node("Add", "rows/last", rows.first, graph.node("ReduceMax", "rows/last_step", rows.steps))
+        last = graph.node("Squeeze", "rows/last_1d", last, graph.constant("axis.1", [1], torch.int64))
+        return graph.node("Add", "rows/lengths", last, graph.constant("int.1", 1, torch.int32))
 
     # ---- dense pieces ----
 
@@ -262,16 +277,12 @@ class Layers:
         """Keys and values of a row's new tokens go to `positions` of its cache row. What stands behind the row's tokens
         is undefined and would be written too: 0 takes its place, since a masked value still meets a weight of 0, and
         0 · NaN is NaN.
-
-        The query heads of a key head stand in for query tokens: TensorRT would copy the cache for each of them.
         """
         graph, model, rows = self.graph, self.model, self._cache_rows
         layer = self._attention_layers
         self._attention_layers += 1
         x = graph.node("Where", name + "live", rows.live, x, graph.constant("zero", 0, graph.dtype))
         q = self._heads(name + "q", self.linear(name + "q_proj", x), model.attention_heads)
-        shape = graph.constant("heads.shared", [0, model.kv_heads, -1, model.head_dim], torch.int64)
-        q = graph.node("Reshape", name + "q/shared", q, shape)
         cached = []
         for key, cache in (("k", "key_cache"), ("v", "value_cache")):
             shape = ["B", model.kv_heads, self.config.kv_capacity, model.head_dim]
@@ -280,13 +291,28 @@ class Layers:
             scatter = dict(output=new, axis=-2, mode="linear")
             cached.append(graph.node("TensorScatter", f"{name}{key}_cache", old, update, rows.write_at, **scatter))
             graph.output(new, self.kind, shape)
-        y = graph.node("Attention", name + "attention", q, *cached, rows.mask)
-        shape = graph.constant("heads.each", [0, model.attention_heads, -1, model.head_dim], torch.int64)
-        y = graph.node("Reshape", name + "each", y, shape)
+        y = (self._trt_attention if self.config.trt_attention else self._masked_attention)(name, q, *cached)
         y = graph.node("Transpose", name + "by_token", y, perm=[0, 2, 1, 3])
         width = model.attention_heads * model.head_dim
         y = graph.node("Reshape", name + "joined", y, graph.constant("joined", [0, 0, width], torch.int64))
         return self.linear(name + "o_proj", y)
+
+    def _masked_attention(self, name: str, q: str, keys: str, values: str) -> str:
+        """The query heads of a key head stand in for query tokens: TensorRT would copy the cache for each of them."""
+        graph, model = self.graph, self.model
+        shape = graph.constant("heads.shared", [0, model.kv_heads, -1, model.head_dim], torch.int64)
+        q = graph.node("Reshape", name + "q/shared", q, shape)
+        y = graph.node("Attention", name + "attention", q, keys, values, self._mask)
+        shape = graph.constant("heads.each", [0, model.attention_heads, -1, model.head_dim], torch.int64)
+        return graph.node("Reshape", name + "each", y, shape)
+
+    def _trt_attention(self, name: str, q: str, keys: str, values: str) -> str:
+        """TensorRT's own node, which reads a row's keys only as far as they go. It ignores `scale`: q is scaled."""
+        graph = self.graph
+        scale = graph.constant("attention_scale", self.model.head_dim**-0.5, _FP32)
+        q = graph.node("Mul", name + "scaled", self._cast(q, TensorProto.FLOAT), scale)
+        inputs = self._cast(q, self.kind), keys, values, "", "", self._lengths
+        return graph.node("TRT_Attention", name + "attention", *inputs, domain="trt", causal_kind="lower_right")
 
     def _heads(self, name: str, x: str, heads: int) -> str:
         """[B, S, heads · d] -> [B, heads, S, d]."""

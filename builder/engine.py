@@ -237,7 +237,8 @@ def _require_whole(network, layers: list[Layer], log: Log) -> None:
         if any(text in message for text in _REFUSED_MESSAGES):
             raise EngineError(f"TensorRT would change the graph: {message}")
     for layer in layers:
-        if layer.kind in _REFUSED_LAYERS:
+        # A copy of nothing is that of a host's number, a length of TensorRT's attention node, say.
+        if layer.kind in _REFUSED_LAYERS and layer.inputs:
             raise EngineError(f"the engine has a {layer.kind} layer at {', '.join(layer.nodes) or 'no node'}")
     for index in range(network.num_layers):
         layer = network.get_layer(index)

@@ -30,6 +30,8 @@ class EngineConfig:
         dtype: of weights, activations and KV cache: "bfloat16", "float16", or "float32", which is for evaluation:
             TensorRT has no attention kernel for it.
         state_io: how the plugins get the state, docs/plugins.md, section 2.
+        trt_attention: TensorRT 11's own attention node, which reads a row's keys only as far as they go, in place of
+            the standard one, which reads the whole cache under a mask. Builds; its numbers were never checked on a GPU.
         allow_dense_moe: evaluate all experts of layers that have more than 16.
 
     Raises:
@@ -46,6 +48,7 @@ class EngineConfig:
     seed: int = 0
     dtype: str = "bfloat16"
     state_io: str = "alias"
+    trt_attention: bool = False
     allow_dense_moe: bool = False
 
     def __post_init__(self):

@@ -209,6 +209,23 @@ class Attention(ReferenceAttention):
         )
 
 
+class TRT_Attention(OpRun):
+    """TensorRT's attention of the newest tokens over the first `lengths` keys of each row; q is scaled already."""
+
+    op_domain = "trt"
+
+    def _run(self, q, keys, values, mask, query_lengths, lengths, causal_kind=None):
+        if mask is not None or query_lengths is not None or causal_kind != "lower_right":
+            raise NotImplementedError(f"{self.onnx_node.name}: expected lengths and causal_kind lower_right only")
+        sharing, width, capacity = q.shape[1] // keys.shape[1], q.shape[2], keys.shape[2]
+        keys, values = (np.repeat(cached.astype(np.float32), sharing, axis=1) for cached in (keys, values))
+        last = lengths[:, None] - width + np.arange(width)
+        scores = q.astype(np.float32) @ keys.swapaxes(2, 3)
+        scores = np.where(np.arange(capacity) <= last[:, None, :, None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return ((weights / weights.sum(-1, keepdims=True) @ values).astype(q.dtype),)
+
+
 class TRT_FP4DynamicQuantize(OpRun):
     """TensorRT's quantisation of activations to NVFP4."""
 
@@ -235,4 +252,13 @@ def _aligned(shape: tuple[int, ...], dtype) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-_OPS = [ReplaySsmPlan, ReplayCausalConv, ReplaySsmFlush, ReplaySsmStep, MatMul, Attention, TRT_FP4DynamicQuantize]
+_OPS = [
+    ReplaySsmPlan,
+    ReplayCausalConv,
+    ReplaySsmFlush,
+    ReplaySsmStep,
+    MatMul,
+    Attention,
+    TRT_Attention,
+    TRT_FP4DynamicQuantize,
+]

@@ -127,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--dtype", metavar="DTYPE", help="bfloat16 (default) or float16")
     build.add_argument("--state-io", metavar="MODE", help="alias (default), same_pointer or host_pointer")
     build.add_argument(
+        "--trt-attention",
+        action="store_true",
+        default=None,
+        help="TensorRT 11's attention node, which reads no more of the KV cache than there is; never run on a GPU",
+    )
+    build.add_argument(
         "--allow-dense-moe", action="store_true", default=None, help="evaluate every expert of layers with more than 16"
     )
     build.add_argument(

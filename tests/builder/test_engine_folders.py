@@ -105,6 +105,15 @@ def report_slot_words(report):
     return SlotLayout(bundle_.geometry, bundle_.engine.replay).slot_stride // 4
 
 
+@needs_rtx
+def test_trt_attention(tmp_path):
+    built(TINY, tmp_path / "engine", "--trt-attention")
+    attention = [
+        layer for layer in layers(tmp_path / "engine", "model") if "backbone.layers.3.mixer.attention" in layer.nodes
+    ]
+    assert attention and not any("rows/mask" in layer.nodes for layer in attention)
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """An engine folder of the shipped checkpoint."""

@@ -135,9 +135,12 @@ def test_prefill_steps_and_verification(tmp_path, dtype, limit):
     assert pair.worst < limit
 
 
-@pytest.mark.parametrize("state_io", ["same_pointer", "host_pointer"])
-def test_state_in_place(tmp_path, state_io):
-    pair = SideBySide(tmp_path, replace(CONFIG, state_io=state_io))
+@pytest.mark.parametrize(
+    "change", [{"state_io": "same_pointer"}, {"state_io": "host_pointer"}, {"trt_attention": True}]
+)
+def test_other_graphs(tmp_path, change):
+    """State in place; TensorRT's own attention node, as its documentation has it."""
+    pair = SideBySide(tmp_path, replace(CONFIG, **change))
     for row, chunks in enumerate(([20, 2], [5])):
         pair.begin(row, chunks)
     pair.work(20, CONFIG.step_tokens)
