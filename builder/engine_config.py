@@ -25,7 +25,7 @@ class EngineConfig:
         max_batch: rows of a decode step. Also the number of slots of the state pool, and of rows of the KV cache.
         max_seq_len: most tokens of a sequence, prompt and generated together.
         draft_tokens: most drafts that a step verifies, 0..15; with the token before them that makes T_max tokens a row.
-        max_prefill_tokens: most tokens of a prompt chunk, more than T_max.
+        max_prefill_tokens: most tokens of a prompt chunk, more than T_max; max_seq_len if that is less.
         window, checkpoint_format, read_copy, seed: ReplayConfig's `window`, `checkpoint`, `read_copy`, `seed`.
         dtype: of weights, activations and KV cache: "bfloat16", "float16", or "float32", which is for evaluation:
             TensorRT has no attention kernel for it.
@@ -63,6 +63,7 @@ class EngineConfig:
                 raise TypeError(f"{name}: expected an int, got {value!r}")
             if not least <= index(value) <= most:
                 raise ValueError(f"{name}: expected {least}..{most}, got {value}")
+        object.__setattr__(self, "max_prefill_tokens", min(self.max_prefill_tokens, self.max_seq_len))
         if self.max_prefill_tokens <= self.step_tokens:
             raise ValueError(
                 f"max_prefill_tokens: expected more than the {self.step_tokens} tokens of a step (1 + draft_tokens), "

@@ -19,6 +19,7 @@ from trtllm_replayssm.runtime import CheckpointError
 from trtllm_replayssm.runtime.model_config import ATTENTION, MAMBA
 
 from ..runtime.conftest import SMALL, TINY, write_checkpoint
+from .test_evaluation import VARIANTS
 
 RTX = all(importlib.util.find_spec(f"tensorrt_rtx_{part}") for part in ("bindings", "libs"))
 needs_rtx = pytest.mark.skipif(not RTX, reason="needs TensorRT-RTX: pip install 'trtllm-replayssm[rtx]'")
@@ -103,6 +104,15 @@ def test_build(tmp_path, nano, model, state_io):
 def report_slot_words(report):
     bundle_ = bundle._from_json({key: value for key, value in report.items() if key in bundle.Bundle.__annotations__})
     return SlotLayout(bundle_.geometry, bundle_.engine.replay).slot_stride // 4
+
+
+@needs_rtx
+def test_what_checkpoints_may_ask_for(tmp_path):
+    """Groups of experts, a latent width, biases, one group of channels, tied embeddings, odd sizes."""
+    asked = {key: value for variant in VARIANTS.values() for key, value in variant.items()}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", SMALL | asked)
+    built(checkpoint, tmp_path / "engine")
+    assert [layer.kind for layer in layers(tmp_path / "engine", "model")].count("PluginV3") == 2 * (1 + 3 * 3)
 
 
 @needs_rtx
@@ -268,6 +278,11 @@ def test_refused_sizes(name):
     value, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         replace(SMALL_ENGINE, **{name: value})
+
+
+def test_chunks_are_no_longer_than_sequences():
+    assert EngineConfig(max_seq_len=100).max_prefill_tokens == 100
+    assert EngineConfig(max_seq_len=4096).max_prefill_tokens == 512
 
 
 def test_refused_checkpoints(tmp_path):
