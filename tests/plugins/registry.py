@@ -10,10 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from trtllm_replayssm import plugins
+from trtllm_replayssm.builder.tensorrt_package import rtx_bindings
 
 NAMESPACE, VERSION = "trtllm_replayssm", "1"
 PLUGINS = ("ReplaySsmPlan", "ReplayCausalConv", "ReplaySsmFlush", "ReplaySsmStep")
@@ -28,19 +28,8 @@ def library() -> str:
 
 
 def bindings(flavor: str):
-    """Imports TensorRT's Python module, once a process. The ONNX parser of the RTX wheel opens, beside itself, a
-    libtensorrt_rtx.so that the wheel lacks: it gets a folder where there is one."""
-    if flavor == "rtx" and PACKAGES[flavor] not in sys.modules:
-        import ctypes
-
-        wheel = Path(importlib.util.find_spec("tensorrt_rtx_libs").origin).parent
-        folder = Path(tempfile.mkdtemp(prefix="tensorrt-rtx-"))
-        core, parser = "libtensorrt_rtx.so.1", "libtensorrt_onnxparser_rtx.so.1"
-        for link, target in ((core, core), ("libtensorrt_rtx.so", core), (parser, parser)):
-            (folder / link).symlink_to(wheel / target)
-        for name in (core, parser):
-            ctypes.CDLL(str(folder / name))
-    return importlib.import_module(PACKAGES[flavor])
+    """Imports TensorRT's Python module."""
+    return rtx_bindings() if flavor == "rtx" else importlib.import_module(PACKAGES[flavor])
 
 
 _alive = []  # a builder unloads its plugin library when it goes, with the code of plugins that Python still holds

@@ -90,8 +90,11 @@ class ModelConfig:
         return self.d_inner + 2 * self.mamba_groups * self.state_dim
 
     @classmethod
-    def read(cls, checkpoint: str | Path) -> ModelConfig:
-        """Reads `checkpoint`/config.json. Raises CheckpointError naming the key that is missing or not understood."""
+    def read(cls, checkpoint: str | Path, quantized: bool = False) -> ModelConfig:
+        """Reads `checkpoint`/config.json. Raises CheckpointError naming the key that is missing or not understood.
+
+        quantized: whether the caller takes a checkpoint that Model Optimizer quantised.
+        """
         path = Path(checkpoint) / "config.json"
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_float_objects)
@@ -103,7 +106,7 @@ class ModelConfig:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path}: holds a {type(raw).__name__}, expected a JSON object")
-        return _Reader(path, raw).model()
+        return _Reader(path, raw, quantized).model()
 
 
 def _float_objects(obj: dict) -> Any:
@@ -112,8 +115,8 @@ def _float_objects(obj: dict) -> Any:
 
 
 class _Reader:
-    def __init__(self, path: Path, raw: dict):
-        self.path, self.raw = path, raw
+    def __init__(self, path: Path, raw: dict, quantized: bool):
+        self.path, self.raw, self.quantized = path, raw, quantized
 
     def fail(self, message: str):
         raise CheckpointError(f"{self.path}: {message}")
@@ -157,7 +160,7 @@ class _Reader:
     def model(self) -> ModelConfig:
         if (kind := self.raw.get("model_type")) != "nemotron_h":
             self.fail(f"model_type is {kind!r}, expected 'nemotron_h'")
-        if "quantization_config" in self.raw:
+        if "quantization_config" in self.raw and not self.quantized:
             self.fail(
                 "the checkpoint is quantised (quantization_config); this runtime reads fp32, bf16 and fp16 weights"
             )

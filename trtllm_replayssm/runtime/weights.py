@@ -13,7 +13,7 @@ from .model_config import ATTENTION, MAMBA, MLP, MOE, CheckpointError, ModelConf
 
 Shapes = dict[str, tuple[int, ...]]
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = ("F32", "BF16", "F16")
 
 
 def expected_tensors(config: ModelConfig) -> Shapes:
@@ -159,11 +159,15 @@ class Weights:
                 raise CheckpointError(
                     f"{self._file_of[name]}: tensor {name!r} has shape {list(given)}, expected {list(shape)}"
                 )
-            if header.get_dtype() not in _DTYPES:
+            if header.get_dtype() not in (accepted := self._dtypes(name)):
                 raise CheckpointError(
                     f"{self._file_of[name]}: tensor {name!r} has dtype {header.get_dtype()}, "
-                    f"expected one of {', '.join(_DTYPES)}"
+                    f"expected one of {', '.join(accepted)}"
                 )
+
+    def _dtypes(self, name: str) -> tuple[str, ...]:
+        """Dtypes that a tensor may have."""
+        return DTYPES
 
 
 def _and_more(names: list[str]) -> str:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `build` and `inspect` of `trtllm-replayssm`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from . import bundle as bundles
+from .assembly import Report, build, rebuild
+from .bundle import Bundle
+from .engine_config import EngineConfig
+from .tensorrt_package import RTX_ONLY
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run_build(options) -> int:
+    common = dict(
+        targets=tuple(options.target),
+        timing_cache=options.timing_cache and Path(options.timing_cache),
+        progress=_Bar() if sys.stderr.isatty() else lambda *_: None,
+    )
+    names = (
+        "max_batch",
+        "max_seq_len",
+        "draft_tokens",
+        "max_prefill_tokens",
+        "window",
+        "checkpoint_format",
+        "read_copy",
+        "seed",
+        "dtype",
+        "state_io",
+        "trt_attention",
+        "allow_dense_moe",
+    )
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.source is not None:
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
+        report = rebuild(options.source, options.output, **common)
+    else:
+        report = build(options.checkpoint, options.output, EngineConfig(**given), **common)
+    bundle = report.bundle
+    if options.json:
+        print(json.dumps({"output": str(options.output), "missing": report.missing, **json.loads(bundle.to_json())}))
+    else:
+        _print_built(options.output, report)
+    return 0 if report.missing is None else 2
+
+
+def _print_built(output: str, report: Report) -> None:
+    bundle = report.bundle
+    if bundle.dense_moe_factor:
+        print(f"MoE layers evaluate every expert: {bundle.dense_moe_factor:.1f} times the arithmetic of those chosen")
+    if plan := bundle.plan:
+        for name, seconds in plan.seconds.items():
+            size = bundle.files[bundles.PLANS[name]]["bytes"]
+            print(f"{bundles.PLANS[name]}: {_size(size)}, {plan.tensorrt} {plan.version}, {seconds:.1f} s")
+        print(f"most memory while building: {_size(plan.peak_bytes)}")
+        if plan.tensorrt == "tensorrt_rtx":
+            print(f"{RTX_ONLY}.")
+    if not bundle.plugins_have_cuda:
+        print("The plugin library in it has no CUDA ops (it was built without nvcc): no GPU can run it.")
+    print(f"For another GPU (H200, B200, B300 …), there: sh {output}/{bundles.SCRIPT} NEW_FOLDER")
+    if report.missing:
+        print(f"trtllm-replayssm: {output} is complete but for the plans: {report.missing}", file=sys.stderr)
+
+
+def run_inspect(options) -> int:
+    bundle = bundles.read(options.folder)
+    path = Path(options.folder) / bundles.LAYERS
+    layers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    budget = None if options.memory is None else _bytes(options.memory)
+    sequences = None if budget is None else bundles.concurrency(bundle, budget)
+    if options.json:
+        report = {
+            **json.loads(bundle.to_json()),
+            "layers": layers,
+            "state_bytes_per_slot": bundle.state_bytes,
+            "kv_bytes_per_sequence": bundle.kv_bytes,
+            "memory": budget,
+            "concurrency": sequences,
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    _print_bundle(bundle)
+    for name, built in layers.items():
+        _print_layers(bundles.PLANS[name], built, options.layers)
+    _print_memory(bundle, budget, sequences)
+    return 0
+
+
+def _print_bundle(bundle: Bundle) -> None:
+    engine, model, replay, plan = bundle.engine, bundle.model, bundle.pool.replay, bundle.plan
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(model.layers).items())
+    made = "no plans" if plan is None else f"plans of {plan.tensorrt} {plan.version}"
+    rows = [
+        ("made by", f"trtllm-replayssm {bundle.package}, {made}, slot layout {bundle.layout_version}"),
+        ("model", f"{kinds}; hidden {model.hidden_size}, vocabulary {model.vocab_size}, {engine.dtype}"),
+        ("MTP head", ", ".join(model.mtp_layers) or "none"),
+        ("steps", f"{engine.max_batch} rows of 1..{engine.step_tokens} tokens"),
+        ("prompts", f"one row of {engine.step_tokens + 1}..{engine.max_prefill_tokens} tokens"),
+        ("sequences", f"up to {engine.max_seq_len} tokens; KV rows of {engine.kv_capacity}"),
+        ("state", f"window {replay.window}, checkpoint {replay.checkpoint}, read copy {replay.read_copy}"),
+        ("state_io", engine.state_io),
+        ("plugins", "with CUDA ops" if bundle.plugins_have_cuda else "without CUDA ops: no GPU can run them"),
+    ]
+    if plan is not None:
+        targets = ", ".join(plan.targets) or ("RTX GPUs, 8.x and 12.x" if plan.tensorrt == "tensorrt_rtx" else "")
+        rows += [("GPUs", targets or "that of the machine that built it")]
+    for name, value in rows:
+        print(f"{name:10} {value}")
+    for name, bindings in bundle.bindings.items():
+        print(f"\nbindings of {bundles.PLANS[name]}")
+        for binding, (way, kind, shape) in bindings.items():
+            print(f"  {way:6} {kind:5} {binding:22} {shape}")
+
+
+def _print_layers(name: str, layers: list[dict], every: bool) -> None:
+    if not layers:
+        print(f"\nlayers of {name}: TensorRT did not list them")
+        return
+    print(f"\nlayers of {name}, both profiles: {len(layers)}")
+    for kind, count in Counter(layer["kind"] for layer in layers).most_common():
+        print(f"  {count:5} {kind}")
+    nodes = Counter(
+        node for layer in layers for node in layer["nodes"] if layer["kind"] in ("PluginV3", "custom_layer")
+    )
+    print(f"plugins: {sum(nodes.values())}, of {len(nodes)} nodes")
+    if every:
+        for layer in layers:
+            types = f"{' '.join(layer['inputs'])} -> {' '.join(layer['outputs'])}"
+            print(f"  {layer['kind']:14} {' '.join(layer['nodes'])}: {types} {layer['plugin']}".rstrip())
+
+
+def _print_memory(bundle: Bundle, budget: int | None, sequences: int | None) -> None:
+    print(f"\nMamba state a slot  {_size(bundle.state_bytes)}, all layers")
+    print(f"KV cache a row      {_size(bundle.kv_bytes)}, all layers")
+    print(f"outputs of a row    {_size(bundle.step_output_bytes)}")
+    print(f"else                {_size(bundle.fixed_bytes)}: weights, contexts, a prompt's outputs")
+    if budget is not None:
+        print(f"within {_size(budget)}: {sequences} sequences; this engine has slots for {bundle.engine.max_batch}")
+
+
+def _bytes(text: str) -> int:
+    """Bytes of "24GiB", "80GB", "512" …."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|B)?", text)
+    if not found:
+        raise ValueError(f"--memory: expected a number of B, KiB, MiB, GiB, KB, MB or GB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or "B"])
+
+
+def _size(value: int) -> str:
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if value >= _UNITS[unit]), None)
+    return f"{value / _UNITS[unit]:.2f} {unit}" if unit else f"{value} B"
+
+
+class _Bar:
+    """A phase's steps on one line of stderr."""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        end = "\r\033[K" if done == total else ""
+        print(f"\r\033[K{phase}: {done} of {total}{end}", end="", file=sys.stderr, flush=True)
