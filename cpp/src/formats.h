@@ -15,8 +15,7 @@
 // Stochastic rounding adds random bits to the mantissa bits that the target lacks, and cuts them off: it rounds up with
 // the probability that the cut-off part is of a step. Blackwell's cvt.rs does so in hardware. Its semantics here:
 //   - PTX ISA 8.7, "cvt": the result is rounded towards zero or away from it by the carry out of the integer addition
-//   of
-//     the random bits to the discarded mantissa bits. For f16x2 (layout of rbits): bits 12..0 for the lower result,
+//     of the random bits to the discarded mantissa bits. For f16x2 (layout of rbits): bits 12..0 for the lower result,
 //     28..16 for the upper one: all 13 discarded bits of a normal result.
 //   - For e4m3x4 the ISA gives 16 bits of rbits to each pair of results. Public measurements on sm_100a (the software
 //     paths and tests of flashinfer, include/flashinfer/mamba/conversion.cuh, and of a second project that agrees) show

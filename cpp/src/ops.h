@@ -23,14 +23,8 @@ struct Problem {
   int64_t read_copy_head_bytes;
 };
 
-inline const replayssm_plan_header* plan_header(const void* plan) {
-  return static_cast<const replayssm_plan_header*>(plan);
-}
 inline const replayssm_plan_row* plan_rows(const void* plan) {
   return reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(plan) + sizeof(replayssm_plan_header));
-}
-inline const int32_t* plan_flush_rows(const void* plan, int32_t rows) {
-  return reinterpret_cast<const int32_t*>(plan_rows(plan) + rows);
 }
 
 #define REPLAYSSM_DECLARE_OPS                                                                                         \

@@ -17,7 +17,7 @@ import torch
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
 SLOTS = 5
-# (geometry, activation, checkpoint): the tuned kernels of both head sizes, and the generic one
+# (geometry, activation, checkpoint): the tensor-core and tuned kernels of both head sizes, and the generic ones
 CASES = [
     (MambaGeometry(num_heads=4, head_dim=64, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
     (MambaGeometry(num_heads=4, head_dim=64, num_groups=1, state_dim=128, conv_kernel=4), "fp16", "fp16"),
@@ -48,7 +48,7 @@ ROUNDS = [  # (slots, tokens a row, op)
 
 
 FLUSHES = 3
-LONG_ROUNDS = [  # verification of up to 16 tokens a row, four at a time in the kernel, in a window of 32
+LONG_ROUNDS = [  # verification of up to 16 tokens a row in a window of 32
     ([0, 1], [40, 3], "prefill"),
     ([0, -1, 1], [16, 1, 9], "step"),
     ([1, 0], [16, 16], "step"),

@@ -170,6 +170,7 @@ def test_bits_follow_the_key(device, checkpoint):
         dict(restores=2),
     ):
         assert (bits(**other) != reference).mean() > 0.1, other
+    assert (bits(restores=2) != bits(restores=3)).mean() > 0.1
     assert (reference[0] != reference[1]).mean() > 0.1  # heads
     assert (reference[:, 0] != reference[:, 1]).mean() > 0.1  # rows
     assert (reference[..., 2::2] != reference[..., 3::2]).mean() > 0.1  # columns

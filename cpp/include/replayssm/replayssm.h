@@ -83,8 +83,9 @@ typedef enum {
 } replayssm_plan_use;
 
 /* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
- * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, step and flush have CUDA kernels for tensor cores if
- * head_dim is a multiple of 16, and conventional_step and _verify tuned ones for head_dim 64 and 80.) */
+ * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, flush, and step with plain checkpoints and no read
+ * copy, have CUDA kernels for tensor cores if head_dim is a multiple of 16, and conventional_step and _verify tuned
+ * ones for head_dim 64 and 80.) */
 typedef struct {
   int32_t num_heads;   /* H */
   int32_t head_dim;    /* P */
@@ -441,7 +442,7 @@ REPLAYSSM_API replayssm_status replayssm_materialize(const replayssm_exec* exec,
                                                      const replayssm_tensor* A_log, float* state, float* conv_tail);
 /* The inverse, one layer of a slot at a time: writes checkpoint, read copy and conv rows. The slot is RESTORING, and
  * planning it is refused, until all num_layers layers were restored; then tokens = K-1 (ring positions only need the
- * K-1 raw inputs to lie before it), history = 0, writes = 1; the stream stays. The slot must be closed and not
+ * K-1 raw inputs to lie before it), history = 0, writes += 1; the stream stays. The slot must be closed and not
  * SNAPSHOT. */
 REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                  const replayssm_config* config, const replayssm_layer* layer,

@@ -17,8 +17,8 @@
 namespace replayssm {
 namespace cuda {
 
-// Every kernel of the state works in groups of 8 lanes: a group owns rows of the state, its lanes split the columns in
-// chunks of 16 bytes, so that a group's load is one full 128-byte line of a row.
+// The kernels of the state, but for those on tensor cores, work in groups of 8 lanes: a group owns rows of the state,
+// its lanes split the columns in chunks of 16 bytes, so that a group's load is one full 128-byte line of a row.
 constexpr int kThreads = 128;
 constexpr int kLanes = 8;
 constexpr int kGroups = kThreads / kLanes;

@@ -2,7 +2,7 @@
 //
 // The float32 state of a head in the registers of a CTA: out of a checkpoint, and into checkpoint and read copy, in any
 // format (the chunks that replayssm.h describes, the arithmetic of formats.h). For flush, materialize, prefill,
-// restore.
+// restore; and how steps that fold in another layout store a plain checkpoint.
 //
 // A group of 8 lanes owns two rows, chunk c of a lane being the 4 columns from (c * 8 + lane) * 4 on, and the CTA has a
 // group for every pair of rows. So a scale over 16 columns is a reduction over 4 lanes, over a row one over a group,

@@ -7,8 +7,8 @@
 // prefill. Rows of the state are independent given (delta, x, B, C): a CTA owns a head and walks the chunk's tokens
 // with the state in registers (2 rows by N/8 columns a thread). Tokens come in tiles of 8 through two shared buffers:
 // while a tile is computed on, the next one is on its way into registers as raw bits; it is converted to float32 once,
-// on its way into shared memory, and the CTA meets once a tile. Records that the slot still holds are folded first, by
-// the same code as a flush. The state is cast to the stored formats once, after the last token.
+// on its way into shared memory, and the CTA meets once a tile. Records that the slot still holds are folded first, on
+// the CUDA cores (records.cuh). The state is cast to the stored formats once, after the last token.
 //
 // conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
 // (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned

@@ -142,7 +142,7 @@ __global__ void restore_cursor_kernel(replayssm_table table, const int32_t* slot
   complete = __all_sync(0xffffffffu, complete);
   if (lane != 0) return;
   if (complete) {
-    cursor = replayssm_cursor{taps, cursor.stream, 1, 0, 0};
+    cursor = replayssm_cursor{taps, cursor.stream, cursor.writes + 1, 0, 0};
   } else {
     cursor.flags = REPLAYSSM_SLOT_RESTORING;
   }

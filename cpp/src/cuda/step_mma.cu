@@ -12,13 +12,12 @@
 // once, and from there on its four warps go without a barrier. The unit of work is a slice, 16 rows of one head; the
 // warps take the CTA's slices in turn, so that what they read at a time is one run of memory.
 //  1. A warp's slices come to shared memory by asynchronous copies of whole lines, asked for as soon as the slice
-//  before
-//     was read (of 16-bit formats, the one before that); x of the slice's records an item ahead too.
+//     before was read (of 16-bit formats, the one before that); x of the slice's records an item ahead too.
 //  2. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes rows 2g and 2g + 1,
-//  and
-//     of every block of columns the t-th 16 bytes: the order of a product's terms is free, so that what vector loads
-//     bring is the operand. A float32 state is split in a high part of 11 bits and the rest: two products, error 2^-22.
-//     16-bit states, C, x and B are exact in TF32. The sum over the history is a product too: x exact, weights split.
+//     and of every block of columns the t-th 16 bytes: the order of a product's terms is free, so that what vector
+//     loads bring is the operand. A float32 state is split in a high part of 11 bits and the rest, of which the tensor
+//     cores take 11 more: two products. 16-bit states, C, x and B are exact in TF32. The sum over the history is a
+//     product too: x exact, weights split.
 //  3. The sums over new tokens, a triangle, are not: a later token is skipped, not multiplied by zero, for it may be
 //     NaN. The CUDA cores add them to the accumulators.
 //  4. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
@@ -81,7 +80,7 @@ struct MmaShared {
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
-// The same of 16x16 and 16x8 values of 16 bits, a pair of neighbours in k a register.
+// d += a b of 16x16 and 16x8 values of 16 bits, a pair of neighbours in k a register, the rest as multiply_tf32 has it.
 template <typename T>
 __device__ inline void multiply_pairs(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                       uint32_t b1) {

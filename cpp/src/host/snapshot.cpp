@@ -101,7 +101,7 @@ replayssm_status restore(const replayssm_exec&, const Problem& problem, const re
     cursor.flags = REPLAYSSM_SLOT_RESTORING;
     restored[layer.layer] = 1;
     if (std::find(restored, restored + table.num_layers, uint8_t{0}) == restored + table.num_layers)
-      cursor = replayssm_cursor{taps, cursor.stream, 1, 0, 0};
+      cursor = replayssm_cursor{taps, cursor.stream, cursor.writes + 1, 0, 0};
   }
   not_finite.report_to(table, layer.layer);
   return REPLAYSSM_OK;
