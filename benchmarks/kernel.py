@@ -36,6 +36,7 @@ GEOMETRIES = {
     "ultra": MambaGeometry(num_heads=256, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4),
 }
 MODES = ("replay", "conventional", "conventional_verify")
+CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
 ACTIVATION = torch.bfloat16
 
 
@@ -208,7 +209,10 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="tokens a row and step: 1 + drafts")
     parser.add_argument(
-        "--modes", choices=MODES, nargs="+", help="default: replay, and conventional (1 token) or conventional_verify"
+        "--modes",
+        choices=MODES,
+        nargs="+",
+        help="default: replay, and conventional (1 token) or conventional_verify where it takes the formats",
     )
     parser.add_argument("--checkpoint", default="fp32", help="format of the checkpoint, see ReplayConfig")
     parser.add_argument("--read-copy", default="none", help="format of the read copy")
@@ -220,13 +224,21 @@ def main() -> int:
     args = parser.parse_args()
     if args.modes and "conventional" in args.modes and max(args.tokens) > 1:
         parser.error("--modes conventional: takes --tokens 1 only, it can't reject drafts; use conventional_verify")
+    has_baseline = args.checkpoint in CONVENTIONAL_CHECKPOINTS and args.read_copy == "none"
+    if set(args.modes or ()) - {"replay"} and not has_baseline:
+        parser.error(
+            f"--modes {' '.join(args.modes)}: the conventional kernels take {', '.join(CONVENTIONAL_CHECKPOINTS)} "
+            f"checkpoints without a read copy, got --checkpoint {args.checkpoint} --read-copy {args.read_copy}; "
+            "use replay"
+        )
 
     bandwidth = read_bandwidth()
     records = []
     print(f"{torch.cuda.get_device_name()}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
     print("geometry batch tokens                mode  us/layer      min      max flushes/step bandwidth")
     for name, batch, tokens in itertools.product(args.geometry, args.batches, args.tokens):
-        for mode in args.modes or ("replay", "conventional" if tokens == 1 else "conventional_verify"):
+        baseline = ("conventional" if tokens == 1 else "conventional_verify",) if has_baseline else ()
+        for mode in args.modes or ("replay", *baseline):
             record = measure(name, batch, tokens, mode, args, bandwidth)
             records.append(record)
             print(

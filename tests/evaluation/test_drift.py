@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift runs on the shipped checkpoint, with this repository's licence as the text."""
 
+import datetime
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import save_file
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool
 from trtllm_replayssm.cli import main
@@ -19,6 +23,7 @@ from trtllm_replayssm.runtime import Engine, SamplingParams
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY, TEXT = ROOT / "examples" / "tiny-nemotron-h", ROOT / "LICENSE"
+ARGUMENTS = ["eval", "drift", "--checkpoint", str(TINY), "--text", str(TEXT), "--device", "cpu", "--rows", "2"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,6 +110,50 @@ def test_results_of_other_settings_are_not_continued(tmp_path):
     run(tmp_path, ["fp32:none"])
     with pytest.raises(ValueError, match=r"another run, which differs in rows, tokens; name another folder"):
         run(tmp_path, ["fp32:none"], rows=1, tokens=112)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-10]), "not fully covered"),
+        (lambda file: file.write_bytes(b""), "header too small"),
+        (lambda file: save_file({"kl": np.zeros((2, 96), np.float32)}, file), "lacks seconds, date, commit, command"),
+        (
+            lambda file: save_file(
+                {"kl": np.zeros((2, 96), np.float32)},
+                file,
+                dict.fromkeys(("seconds", "date", "commit", "command"), "1"),
+            ),
+            "does not contain tensor same",
+        ),
+    ],
+    ids=["torn", "empty", "no metadata", "no arrays"],
+)
+def test_damaged_results_are_named_before_anything_is_measured(damage, message, tmp_path, monkeypatch):
+    measurement = Drift(settings(), ["bf16:none", "fp16:none"], tmp_path, CPU)
+    file = tmp_path / "fp16+none.safetensors"
+    run(tmp_path, ["fp16:none"])
+    damage(file)
+    content = file.read_bytes()
+    monkeypatch.setattr(subject.Decoder, "step", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=rf"fp16\+none\.safetensors: not a whole result .*{message}.*; delete it"):
+        measurement.run()
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", r"settings\.json: not the JSON of a run's settings: .*; name another folder or delete this one"),
+        (b"\xff", r"settings\.json: not the JSON of a run's settings: .*; name another folder or delete this one"),
+        (b"[]", r"settings\.json: expected the settings of a run, got list; name another folder or delete this one"),
+    ],
+)
+def test_damaged_settings_are_named(content, message, tmp_path, capsys):
+    (tmp_path / "settings.json").write_bytes(content)
+    assert main([*ARGUMENTS, "--tokens", "64", "--configs", "fp32:none", "--no-plot", "--output", str(tmp_path)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert (tmp_path / "settings.json").read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -201,9 +250,6 @@ def test_measured_decays_of_the_checkpoint(tmp_path):
         decays.measure_decays(measurement.subject, measurement.tokens[:, :16], 16)
 
 
-ARGUMENTS = ["eval", "drift", "--checkpoint", str(TINY), "--text", str(TEXT), "--device", "cpu", "--rows", "2"]
-
-
 def test_command(tmp_path, capsys, monkeypatch):
     arguments = [*ARGUMENTS, "--configs", "fp32:none", "bf16:none", "--tokens", "64", "--generate", "8"]
     arguments += ["--prompt", "16", "--output", str(tmp_path)]
@@ -223,6 +269,39 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert first["generation"]["agreement"] == 8 and first["generation"]["length_growth"] == 1
     assert report["decays"]["predicted_ratio"] > 1
     assert str(ROOT) not in (tmp_path / "drift.json").read_text()
+
+
+def test_records_tell_when_and_with_what_they_were_measured(tmp_path, monkeypatch):
+    def measure(day, commit, *configurations):
+        arguments = [*ARGUMENTS, "--tokens", "32", "--commit", commit, "--no-plot", "--output", str(tmp_path)]
+        arguments += ["--configs", *configurations]
+        today = datetime.date(2031, 5, day)
+        monkeypatch.setattr(drift, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: today)))
+        monkeypatch.setattr("sys.argv", ["trtllm-replayssm", *arguments])
+        assert main(arguments) == 0
+        records = json.loads((tmp_path / "drift.json").read_text())["records"]
+        return [(r["checkpoint"], r["date"], r["commit"], r["command"].partition("--configs ")[2]) for r in records]
+
+    assert measure(1, "a1", "fp16:none") == [("fp16", "2031-05-01", "a1", "fp16:none")]
+    assert measure(2, "b2", "bf16:none", "fp16:none") == [
+        ("bf16", "2031-05-02", "b2", "bf16:none fp16:none"),
+        ("fp16", "2031-05-01", "a1", "fp16:none"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tokens", "16"], "tokens is 16, expected at least 32"),
+        (["--tokens", "64", "--decay-tokens", "0"], "decay_tokens is 0, expected at least 32"),
+        (["--tokens", "64", "--decay-tokens", "-1"], "decay_tokens is -1, expected at least 32"),
+    ],
+)
+def test_too_few_tokens_for_the_decays_are_named_before_the_run(arguments, message, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main([*ARGUMENTS, *arguments, "--configs", "fp32:none", "--no-plot", "--output", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_missing_matplotlib_is_named_before_the_run(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shlex
 import sys
@@ -18,7 +17,8 @@ def add_commands(commands) -> None:
         "drift",
         help="KL divergence from FP32 states along given texts, and length of free-running answers",
         description="Compares configurations with FP32 states token by token along given texts. Called again after an "
-        "interruption, it goes on with the configuration it was in. Writes drift.json and drift.png.",
+        "interruption, it keeps the configurations that were finished and begins the interrupted one anew. Writes "
+        "drift.json and drift.png.",
     )
     drift.set_defaults(run=_drift)
     drift.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
@@ -59,7 +59,7 @@ def _drift(options) -> int:
     import torch
 
     from ..runtime.engine import pick_device
-    from .decays import measure_decays
+    from .decays import least_tokens, measure_decays
     from .drift import Drift, Settings, write_atomically
     from .generation import compare_texts
     from .plot import matplotlib
@@ -76,8 +76,15 @@ def _drift(options) -> int:
             for name in ("rows", "tokens", "window", "step_tokens", "dtype", "seed", "generate", "prompt")
         },
     )
+    least = least_tokens(settings.window)
+    for name in ("tokens", "decay_tokens"):
+        if getattr(options, name) < least:
+            raise ValueError(
+                f"{name} is {getattr(options, name)}, expected at least {least}, to measure the heads' decays on"
+            )
     folder = Path(options.output)
-    run = Drift(settings, options.configs, folder, device, progress=sys.stderr.isatty())
+    command = shlex.join(["trtllm-replayssm", *_portable(sys.argv[1:])])
+    run = Drift(settings, options.configs, folder, device, sys.stderr.isatty(), options.commit, command)
     results = run.run()
     decays = measure_decays(run.subject, run.tokens[:, : options.decay_tokens], settings.window)
     about = {
@@ -90,14 +97,12 @@ def _drift(options) -> int:
         "activation": settings.dtype,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "device": device.type,
-        "date": datetime.date.today().isoformat(),
-        "commit": options.commit,
-        "command": shlex.join(["trtllm-replayssm", *_portable(sys.argv[1:])]),
     }
     records = []
     for name, result in results.items():
         checkpoint, read_copy = name.split(":")
-        record = about | {"checkpoint": checkpoint, "read_copy": read_copy, **result.summary()}
+        origin = {"date": result.date, "commit": result.commit, "command": result.command}
+        record = about | origin | {"checkpoint": checkpoint, "read_copy": read_copy, **result.summary()}
         if result.generated is not None:
             stop = run.subject.config.stop_tokens
             record["generation"] = compare_texts(result.generated, result.reference_generated, stop)

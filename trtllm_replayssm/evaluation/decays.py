@@ -22,6 +22,16 @@ from .. import ReplayConfig, ops
 from .subject import Decoder, Subject
 
 
+def _stride(window: int) -> int:
+    """The longest part of a window that a step can bring."""
+    return max(part for part in range(1, 17) if window % part == 0)
+
+
+def least_tokens(window: int) -> int:
+    """Tokens that a text must have: the first step reads no state."""
+    return 2 * _stride(window)
+
+
 class _Observer:
     """Stands in for a layer's `ops.step` and sums up what its heads do. Every step must be a whole window."""
 
@@ -57,9 +67,9 @@ def measure_decays(subject: Subject, tokens: torch.Tensor, window: int) -> dict:
     add up to 1); and `predicted_ratio`, the mean of `ratio` weighted by them. Measured over the longest part of a
     window that a step can bring and extrapolated from there.
     """
-    stride = max(part for part in range(1, 17) if window % part == 0)
-    if tokens.shape[1] < 2 * stride:  # the first window reads no state
-        raise ValueError(f"decays: expected texts of at least {2 * stride} tokens, got {tokens.shape[1]}")
+    if tokens.shape[1] < least_tokens(window):
+        raise ValueError(f"decays: expected texts of at least {least_tokens(window)} tokens, got {tokens.shape[1]}")
+    stride = _stride(window)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # steps as long as the window are meant
         replay = ReplayConfig(stride, stride, activation=subject.activation)

@@ -9,6 +9,7 @@ which flushes at the same tokens as decoding one by one if T divides the window.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tqdm import tqdm
 
@@ -33,6 +34,8 @@ from .texts import read_rows
 from .walk import walk
 
 REFERENCE = "fp32:none"
+METADATA = ("seconds", "date", "commit", "command")  # of a configuration's file
+REMEDY = "name another folder or delete this one"
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Drift:
 
     Every finished configuration is a file there; a run that finds files of the same settings goes on after them, with
     the same results as if it had never stopped. ValueError: an unknown configuration, one named twice, too little text,
-    or a folder with results of other settings.
+    or a folder with results of other settings. `commit` and `command` are recorded with what this run measures.
 
     Attributes:
         subject: the checkpoint. tokens: int64 [rows, tokens], the texts.
@@ -98,8 +101,11 @@ class Drift:
         folder: Path,
         device: torch.device,
         progress: bool = False,
+        commit: str = "unknown",
+        command: str = "unknown",
     ):
         self.settings, self.folder, self._progress = settings, folder, progress
+        self._origin = {"commit": commit, "command": command}
         if len(set(configurations)) < len(configurations):
             raise ValueError(f"configurations: expected different ones, got {' '.join(configurations)}")
         self.configurations = {name: self._replay(name) for name in configurations}
@@ -108,8 +114,13 @@ class Drift:
         self._claim(settings.identity(device))
 
     def run(self) -> dict[str, Result]:
-        """Runs what is not there yet. Configuration -> result, in the order they were named."""
-        pending = [name for name in self.configurations if not self._file(name).exists()]
+        """Runs what is not there yet. Configuration -> result, in the order they were named.
+
+        ValueError: a damaged file, by name, before anything is measured.
+        """
+        files = {name: self._file(name) for name in self.configurations}
+        results = {name: Result.read(file) for name, file in files.items() if file.exists()}
+        pending = [name for name in self.configurations if name not in results]
         per_configuration = self.settings.rows * self.settings.tokens
         total = len(self.configurations) * per_configuration
         done = total - len(pending) * per_configuration
@@ -117,8 +128,9 @@ class Drift:
             for name in pending:
                 bar.set_description(name)
                 arrays, metadata = self._measure(name, bar)
-                write_atomically(self._file(name), save(arrays, metadata))
-        return {name: Result.read(self._file(name)) for name in self.configurations}
+                write_atomically(files[name], save(arrays, metadata))
+                results[name] = Result.read(files[name])
+        return {name: results[name] for name in self.configurations}
 
     @torch.inference_mode()
     def _measure(self, name: str, bar: tqdm) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -131,7 +143,8 @@ class Drift:
             prompt, stride = self.tokens[:, : self.settings.prompt], self.settings.step_tokens
             for kind, config in configs.items():
                 arrays[f"{kind}generated"] = generate(self.subject, config, prompt, self.settings.generate, stride)
-        return {key: value.cpu().numpy() for key, value in arrays.items()}, {"seconds": str(seconds)}
+        metadata = {"seconds": str(seconds), "date": datetime.date.today().isoformat(), **self._origin}
+        return {key: value.cpu().numpy() for key, value in arrays.items()}, metadata
 
     def _compare(self, reference: ReplayConfig, candidate: ReplayConfig, bar: tqdm) -> dict[str, torch.Tensor]:
         """kl, same, loss and reference_loss of Result."""
@@ -179,11 +192,15 @@ class Drift:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "settings.json"
         if file.exists():
-            found = json.loads(file.read_text())
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{file}: not the JSON of a run's settings: {error}; {REMEDY}") from None
+            if not isinstance(found, dict):
+                raise ValueError(f"{file}: expected the settings of a run, got {type(found).__name__}; {REMEDY}")
             if other := [key for key in identity if found.get(key) != identity[key]]:
                 raise ValueError(
-                    f"{self.folder}: holds results of another run, which differs in {', '.join(other)}; "
-                    "name another folder or delete this one"
+                    f"{self.folder}: holds results of another run, which differs in {', '.join(other)}; {REMEDY}"
                 )
         else:
             write_atomically(file, json.dumps(identity, indent=1).encode())
@@ -198,6 +215,7 @@ class Result:
 
     kl: fp32 [rows, tokens], nats. same: bool [rows, tokens], most likely tokens agree. loss, reference_loss: fp32
     [rows, tokens - 1], of the text's next token, nats. generated, reference_generated: int64 [rows, n] or None.
+    seconds: of the comparison. date, commit, command: when and with what it was measured.
     """
 
     kl: np.ndarray
@@ -207,17 +225,27 @@ class Result:
     generated: np.ndarray | None
     reference_generated: np.ndarray | None
     seconds: float
+    date: str
+    commit: str
+    command: str
 
     @classmethod
     def read(cls, file: Path) -> Result:
-        with safe_open(file, "np") as stored:
-            names = set(stored.keys())
-            arrays = {
-                field: stored.get_tensor(field) if field in names else None
-                for field in cls.__dataclass_fields__
-                if field != "seconds"
-            }
-            return cls(**arrays, seconds=float(stored.metadata()["seconds"]))
+        """ValueError: a file that is damaged or incomplete, by name."""
+        try:
+            with safe_open(file, "np") as stored:
+                metadata, names = stored.metadata() or {}, set(stored.keys())
+                if missing := [name for name in METADATA if name not in metadata]:
+                    raise ValueError(f"its metadata lacks {', '.join(missing)}")
+                about = {name: metadata[name] for name in METADATA} | {"seconds": float(metadata["seconds"])}
+                arrays = {name: stored.get_tensor(name) for name in ("kl", "same", "loss", "reference_loss")}
+                for name in ("generated", "reference_generated"):
+                    arrays[name] = stored.get_tensor(name) if name in names else None
+                return cls(**arrays, **about)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"{file}: not a whole result of a configuration: {error}; delete it, and the next run measures it anew"
+            ) from None
 
     def summary(self) -> dict:
         """The figures of a record.
