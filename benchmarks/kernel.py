@@ -157,7 +157,13 @@ def read_bandwidth() -> float:
 
 def measure(name: str, batch: int, tokens: int, mode: str, args: argparse.Namespace, bandwidth: float) -> dict:
     """One record: the median, least and greatest of `args.repeats` timings of `args.steps` steps."""
-    config = ReplayConfig(window=args.window, max_step_tokens=tokens, checkpoint=args.checkpoint, activation="bf16")
+    config = ReplayConfig(
+        window=args.window,
+        max_step_tokens=tokens,
+        checkpoint=args.checkpoint,
+        read_copy=args.read_copy,
+        activation="bf16",
+    )
     steps = args.steps * args.repeats
     loop = DecodeLoop(GEOMETRIES[name], config, batch, mode, steps)
     before = loop.pool.stats()
@@ -178,7 +184,7 @@ def measure(name: str, batch: int, tokens: int, mode: str, args: argparse.Namesp
         "tokens": tokens,
         "mode": mode,
         "checkpoint": args.checkpoint,
-        "read_copy": "none",
+        "read_copy": args.read_copy,
         "window": args.window,
         "layers": loop.num_layers,
         "us": round(us, 2),
@@ -204,7 +210,8 @@ def main() -> int:
     parser.add_argument(
         "--modes", choices=MODES, nargs="+", help="default: replay, and conventional (1 token) or conventional_verify"
     )
-    parser.add_argument("--checkpoint", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--checkpoint", default="fp32", help="format of the checkpoint, see ReplayConfig")
+    parser.add_argument("--read-copy", default="none", help="format of the read copy")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--steps", type=int, default=160, help="steps a timing; of one token: a multiple of the window")
     parser.add_argument("--repeats", type=int, default=7)

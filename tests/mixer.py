@@ -17,10 +17,10 @@ SUPER = MambaGeometry(num_heads=128, head_dim=64, num_groups=8, state_dim=128)  
 SMALL = MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64)
 
 # Every (checkpoint, read copy) that a config takes.
+COPIES = ("fp8", "nvfp4", "nvfp4_amax", "e2m2")
 PAIRS = [
-    *((checkpoint, copy) for checkpoint in ("fp32", "bf16", "fp16", "fp16_sr") for copy in ("none", "fp8", "nvfp4")),
-    ("fp8_sr", "none"),
-    ("fp8_sr", "nvfp4"),
+    *((checkpoint, copy) for checkpoint in ("fp32", "bf16", "fp16", "fp16_sr") for copy in ("none", *COPIES)),
+    *(("fp8_sr", copy) for copy in ("none", *COPIES[1:])),
     ("nvfp4", "none"),
 ]
 all_pairs = pytest.mark.parametrize("checkpoint, read_copy", PAIRS)

@@ -198,7 +198,7 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
         ),
         (
             ["generate", "--checkpoint", TINY, "--prompt", "x", "--read-copy", "int4"],
-            "read_copy: expected one of none, fp8, nvfp4, got 'int4'",
+            "read_copy: expected one of none, fp8, nvfp4, nvfp4_amax, e2m2, got 'int4'",
         ),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--draft-tokens", "2"], "need --speculative mtp or ngram"),
         (["demo", "--checkpoint", TINY, "--device", "abacus"], "device is 'abacus', expected cpu or cuda"),

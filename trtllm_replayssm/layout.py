@@ -9,7 +9,7 @@ import numpy as np
 from . import _core
 from .config import ReplayConfig
 from .geometry import MambaGeometry
-from .number_formats import bf16_values, fp8_values, nvfp4_values
+from .number_formats import bf16_values, e2m2_values, fp8_values, nvfp4_values
 from .window import resolve
 
 # "bf16": numpy has no such type. "bytes": codes and scales of a head, taken apart by `unpack`.
@@ -90,8 +90,10 @@ class SlotLayout:
             uint16, the upper halves of float32 bits. A checkpoint or read copy of codes and scales comes in parts
             (NAME is "checkpoint" or "read_copy"), E4M3 and E2M1 as uint8 codes:
             "fp8", "fp8_sr": NAME.codes [H, P, N], NAME.row_scales fp32 [H, P];
-            "nvfp4": NAME.codes [H, P, N/2], the even column in the low four bits, NAME.block_scales [H, P, N/16],
-            NAME.head_scale fp32 [H].
+            "nvfp4", "nvfp4_amax": NAME.codes [H, P, N/2], the even column in the low four bits, NAME.block_scales
+            [H, P, N/16], NAME.head_scale fp32 [H], and of a read copy "nvfp4" NAME.column_scales [H, N];
+            "e2m2": the upper four bits of codes, scales as above, NAME.low_bits uint16 [H, P, N/16], the first of 16
+            columns in bit 0.
         """
         blob = np.asarray(blob)
         if blob.dtype != np.uint8:
@@ -125,21 +127,25 @@ class SlotLayout:
             return bf16_values(plain) if plain.dtype == np.uint16 else plain.astype(np.float32)
         if f"{name}.row_scales" in arrays:
             return fp8_values(arrays[f"{name}.codes"], arrays[f"{name}.row_scales"])
-        return nvfp4_values(*(arrays[f"{name}.{part}"] for part in ("codes", "block_scales", "head_scale")))
+        parts = {part.removeprefix(f"{name}."): array for part, array in arrays.items() if part.startswith(f"{name}.")}
+        return e2m2_values(**parts) if "low_bits" in parts else nvfp4_values(**parts)
 
     def _parts(self, name: str, chunks: np.ndarray):
         """Names and views of the parts of a section's chunks [..., H, chunk]."""
         P, N = self.geometry.head_dim, self.geometry.state_dim
-        parts = {
-            "fp8": (("codes", (P, N), np.uint8), ("row_scales", (P,), np.float32)),
-            "nvfp4": (
-                ("codes", (P, N // 2), np.uint8),
-                ("block_scales", (P, N // 16), np.uint8),
-                ("head_scale", (), np.float32),
-            ),
-        }[getattr(self.config, name).removesuffix("_sr")]
+        kind = getattr(self.config, name)
+        if kind in ("fp8", "fp8_sr"):
+            parts = {"codes": ((P, N), np.uint8), "row_scales": ((P,), np.float32)}
+        else:
+            parts = {"codes": ((P, N // 2), np.uint8)}
+            if kind == "e2m2":
+                parts["low_bits"] = ((P, N // 16), np.uint16)
+            parts["block_scales"] = ((P, N // 16), np.uint8)
+            if (name, kind) == ("read_copy", "nvfp4"):
+                parts["column_scales"] = ((N,), np.uint8)
+            parts["head_scale"] = ((), np.float32)
         offset = 0
-        for part, shape, dtype in parts:
+        for part, (shape, dtype) in parts.items():
             size = math.prod(shape) * np.dtype(dtype).itemsize
             yield part, chunks[..., offset : offset + size].view(dtype).reshape(*chunks.shape[:-1], *shape)
             offset += size

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The number formats of stored states: E4M3 and E2M1 codes, their scales, stochastic rounding and its random bits.
+// The number formats of stored states: E4M3, E2M1 and E2M2 codes, their scales, stochastic rounding and its random
+// bits.
 //
 // Both implementations compile this file, and one is tested against the other bit by bit. So everything is integer
-// arithmetic or single IEEE operations whose rounding is spelled out (add_rn, mul_rn, div_rn), which no compiler may
-// contract into a fused multiply-add. Kernels may do the same by other instructions; what counts is the result.
+// arithmetic or single IEEE operations whose rounding is spelled out (add_rn, mul_rn, div_rn, sqrt_rn), which no
+// compiler may contract into a fused multiply-add. Kernels may do the same by other instructions; what counts is the
+// result.
 //
 // Rounding to nearest is ties to even. Magnitudes are compared and rounded as integers: the bits of a positive float
 // are in the order of its value, an increment of the lowest kept bit carries into the exponent by itself, and NaN lies
@@ -24,6 +26,7 @@
 //     functions below, which need no hardware, are the definition.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -74,6 +77,14 @@ REPLAYSSM_HOST_DEVICE inline float div_rn(float a, float b) {
   return __fdiv_rn(a, b);
 #else
   return a / b;
+#endif
+}
+
+REPLAYSSM_HOST_DEVICE inline float sqrt_rn(float value) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(value);
+#else
+  return std::sqrt(value);
 #endif
 }
 
@@ -137,6 +148,25 @@ REPLAYSSM_HOST_DEVICE inline uint32_t float_to_e2m1(float value) {
   return sign | code;
 }
 
+// E2M2: sign, 2 exponent bits (bias 1), 2 mantissa bits: 0, 0.25, .. 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7. Without its
+// lowest bit a code is the E2M1 code of the magnitude rounded down.
+
+REPLAYSSM_HOST_DEVICE inline float e2m2_to_float(uint32_t code) {
+  const float magnitude = mul_rn(bits_float((code & 15u) << 21), bits_float(0x7e800000u));
+  return bits_float((code & 16u) << 27 | float_bits(magnitude));
+}
+
+// To nearest; what exceeds 7 saturates. Zeros as in E2M1.
+REPLAYSSM_HOST_DEVICE inline uint32_t float_to_e2m2(float value) {
+  const uint32_t sign = value < 0.0f ? 16u : 0u, magnitude = magnitude_bits(value);
+  if (magnitude >= 0x40e00000u) return sign | 15u;
+  // Below 1 codes are 0.25 apart, like floats in [2^21, 2^22).
+  const uint32_t code = magnitude < 0x3f800000u
+                            ? float_bits(add_rn(bits_float(magnitude), 2097152.0f)) - float_bits(2097152.0f)
+                            : ((magnitude + 0xfffffu + (magnitude >> 21 & 1u)) >> 21) - (126u << 2);
+  return sign | code;
+}
+
 // FP16 stochastically, by 13 random bits: exactly unbiased for results from 2^-14 to 65504, within 2^-37 (2^-13 of a
 // step) for subnormal ones. Numbers above 65504 become that or infinity, as the random bits say; from 65536 on
 // infinity.
@@ -172,20 +202,125 @@ REPLAYSSM_HOST_DEVICE inline float scale_of(uint32_t amax_bits, float divisor) {
 // The scale of a row of E4M3 codes: S = code * scale.
 REPLAYSSM_HOST_DEVICE inline float fp8_row_scale(uint32_t amax_bits) { return scale_of(amax_bits, 448.0f); }
 
-// The scale g of a head of NVFP4: S = code * (block scale * g).
-REPLAYSSM_HOST_DEVICE inline float nvfp4_head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 448.0f); }
+constexpr int32_t kBlock = 16;  // columns that share a block scale
 
-// The E4M3 code of the scale of 16 columns, as Model Optimizer computes it.
-REPLAYSSM_HOST_DEVICE inline uint8_t nvfp4_block_scale(uint32_t amax_bits, float head_scale) {
-  if (!(head_scale > 0.0f)) return 0;
-  const float scale = div_rn(bits_float(amax_bits), mul_rn(6.0f, head_scale));
-  if (scale == 0.0f) return 0x38u;  // 1.0
+// The E4M3 code of a block's scale in units of the head's, from what it should be; 1 for a block of zeros.
+REPLAYSSM_HOST_DEVICE inline uint8_t block_scale_code(float scale) {
+  if (scale == 0.0f) return 0x38u;
   return float_to_e4m3(scale < 0.001953125f ? 0.001953125f : scale);
 }
 
-// What a code of the block stands for: S = code * nvfp4_step, code = E2M1(scaled_down(S, nvfp4_step)).
-REPLAYSSM_HOST_DEVICE inline float nvfp4_step(uint8_t block_scale, float head_scale) {
+// What a code of the block stands for, before a column scale: value = code * block_step.
+REPLAYSSM_HOST_DEVICE inline float block_step(uint8_t block_scale, float head_scale) {
   return mul_rn(e4m3_to_float(block_scale), head_scale);
+}
+
+// ---- formats of block scales ---------------------------------------------------------------------------------------
+
+// NVFP4 as Model Optimizer computes it: the largest of a block becomes the largest code. Code = E2M1(scaled_down(S,
+// block_step)).
+struct Nvfp4Amax {
+  static constexpr bool kLowBits = false;       // codes have a fifth bit
+  static constexpr bool kColumnScales = false;  // columns have scales
+
+  REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m1_to_float(code); }
+  REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 448.0f); }
+  REPLAYSSM_HOST_DEVICE static uint8_t block_scale(uint32_t amax_bits, float head_scale) {
+    return head_scale > 0.0f ? block_scale_code(div_rn(bits_float(amax_bits), mul_rn(6.0f, head_scale))) : uint8_t{0};
+  }
+};
+
+// The formats below try four scales a block and keep the one of the least squared error. The largest codes lie far
+// apart: mapping the largest of a block to 6.5 (which saturates), 5.5 or 4 instead of 6 pays if the others fit better.
+//
+// They work on u = S / g, g the head's scale, or S / g / c with column scales c, and try divisors d of the block's
+// amax:
+//     s = E4M3(amax(u) / d),  r = |u| (1 / s),  error = s^2 sum (r - nearest(r))^2
+// where the sum is over four columns each, left to right, and then (first + second) + (third + fourth). Of equal errors
+// the first divisor wins. g leaves room for an s by the smallest divisor. A head of 2^127 or more tries the first one
+// only, with which no code stands for more than the head's amax; by others one could be beyond the range of float32.
+//
+// Column scales: a block lies within a row and follows the row's size already, but columns differ within it. c is the
+// root of the column's share of the head's amax, in [2^-6, 1]: it brings small columns nearer to the large ones of
+// their block, which c = the share would do at the cost of the large ones. The largest column has c = 1, so amax(u) is
+// that of S / g, but for 1/500 by the rounding of c, which saturates.
+
+struct Nvfp4 {
+  static constexpr bool kLowBits = false;
+  static constexpr bool kColumnScales = true;
+  static constexpr int32_t kMantissaBits = 1;
+  static constexpr float kLargest = 6.0f;
+
+  REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m1_to_float(code); }
+  REPLAYSSM_HOST_DEVICE static uint32_t code(float value) { return float_to_e2m1(value); }
+  REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 256.0f); }
+  REPLAYSSM_HOST_DEVICE static float divisor(int32_t candidate) {
+    return candidate == 0 ? 6.0f : candidate == 1 ? 6.5f : candidate == 2 ? 5.5f : 4.0f;
+  }
+};
+
+// 5-bit codes.
+struct E2m2 {
+  static constexpr bool kLowBits = true;
+  static constexpr bool kColumnScales = false;
+  static constexpr int32_t kMantissaBits = 2;
+  static constexpr float kLargest = 7.0f;
+
+  REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m2_to_float(code); }
+  REPLAYSSM_HOST_DEVICE static uint32_t code(float value) { return float_to_e2m2(value); }
+  REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 7.0f * 352.0f); }
+  REPLAYSSM_HOST_DEVICE static float divisor(int32_t candidate) {
+    return candidate == 0 ? 7.0f : candidate == 1 ? 6.5f : candidate == 2 ? 7.5f : 6.0f;
+  }
+};
+
+constexpr int32_t kCandidates = 4;
+
+// How many divisors a head of this amax tries.
+REPLAYSSM_HOST_DEVICE inline int32_t candidates_of(uint32_t head_amax_bits) {
+  return head_amax_bits < 0x7f000000u ? kCandidates : 1;
+}
+
+// The E4M3 code of a column's scale.
+REPLAYSSM_HOST_DEVICE inline uint8_t column_scale(uint32_t amax_bits, uint32_t head_amax_bits, float head_scale) {
+  if (!(head_scale > 0.0f)) return 0;
+  const float root = sqrt_rn(div_rn(bits_float(amax_bits), bits_float(head_amax_bits)));
+  return float_to_e4m3(root < 0.015625f ? 0.015625f : root);
+}
+
+REPLAYSSM_HOST_DEVICE inline float inverse_of(float scale) { return scale > 0.0f ? div_rn(1.0f, scale) : 0.0f; }
+
+// u of a value; `inverse` is that of its column scale, 1 without.
+REPLAYSSM_HOST_DEVICE inline float in_head_units(float value, float head_scale, float inverse) {
+  return mul_rn(scaled_down(value, head_scale), inverse);
+}
+
+// s by one of the divisors, from amax(u).
+template <typename Format>
+REPLAYSSM_HOST_DEVICE inline uint8_t searched_scale(uint32_t amax_bits, float head_scale, int32_t candidate) {
+  return head_scale > 0.0f ? block_scale_code(div_rn(bits_float(amax_bits), Format::divisor(candidate))) : uint8_t{0};
+}
+
+// A magnitude rounded to that of a code, as Format::code does.
+template <typename Format>
+REPLAYSSM_HOST_DEVICE inline float nearest(float magnitude) {
+  // Codes of a binade (of all numbers below 2, too) are as far apart as floats are in the binade of this one.
+  const uint32_t binade = (magnitude < 1.0f ? float_bits(1.0f) : float_bits(magnitude)) & kInfinityBits;
+  const float shift = bits_float(binade + ((23u - Format::kMantissaBits) << 23));
+  const float rounded = add_rn(add_rn(magnitude, shift), -shift);
+  return rounded < Format::kLargest ? rounded : Format::kLargest;
+}
+
+// The sum over four columns; `inverse` is 1 / s.
+template <typename Format>
+REPLAYSSM_HOST_DEVICE inline float squared_distance(const float (&u)[4], float inverse) {
+  float sum = 0.0f;
+  for (int32_t v = 0; v < 4; ++v) {
+    const float r = mul_rn(bits_float(magnitude_bits(u[v])), inverse);
+    const float distance = add_rn(r, -nearest<Format>(r));
+    sum = add_rn(sum, mul_rn(distance, distance));
+  }
+  return sum;
 }
 
 // ---- chunks: where the parts of a head lie, bytes from its start ---------------------------------------------------
@@ -197,15 +332,16 @@ struct Fp8Chunk {
   REPLAYSSM_HOST_DEVICE int64_t bytes() const { return row_scales() + int64_t{head_dim} * 4; }
 };
 
-constexpr int32_t kNvfp4Block = 16;  // columns that share a block scale
-
-struct Nvfp4Chunk {
+template <typename Format>
+struct BlockChunk {
   int32_t head_dim, state_dim;
 
-  REPLAYSSM_HOST_DEVICE int64_t block_scales() const { return int64_t{head_dim} * state_dim / 2; }  // codes lie at 0
-  REPLAYSSM_HOST_DEVICE int64_t head_scale() const {
-    return block_scales() + int64_t{head_dim} * state_dim / kNvfp4Block;
-  }
+  REPLAYSSM_HOST_DEVICE int64_t blocks() const { return int64_t{head_dim} * state_dim / kBlock; }
+  // The upper four bits of codes lie at 0.
+  REPLAYSSM_HOST_DEVICE int64_t low_bits() const { return blocks() * kBlock / 2; }
+  REPLAYSSM_HOST_DEVICE int64_t block_scales() const { return low_bits() + (Format::kLowBits ? 2 * blocks() : 0); }
+  REPLAYSSM_HOST_DEVICE int64_t column_scales() const { return block_scales() + blocks(); }
+  REPLAYSSM_HOST_DEVICE int64_t head_scale() const { return column_scales() + (Format::kColumnScales ? state_dim : 0); }
   REPLAYSSM_HOST_DEVICE int64_t bytes() const { return (head_scale() + 4 + 15) / 16 * 16; }
 };
 

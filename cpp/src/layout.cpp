@@ -21,14 +21,23 @@ const char* name_of(int32_t code, const char* const (&names)[count]) {
 
 int64_t checkpoint_head_bytes(const replayssm_geometry& g, int32_t format) {
   if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
-  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return BlockChunk<Nvfp4Amax>{g.head_dim, g.state_dim}.bytes();
   return int64_t{g.head_dim} * g.state_dim * dtype_bytes(checkpoint_dtype(format));
 }
 
 int64_t read_copy_head_bytes(const replayssm_geometry& g, int32_t format) {
-  if (format == REPLAYSSM_READ_COPY_FP8) return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
-  if (format == REPLAYSSM_READ_COPY_NVFP4) return Nvfp4Chunk{g.head_dim, g.state_dim}.bytes();
-  return 0;
+  switch (format) {
+    case REPLAYSSM_READ_COPY_FP8:
+      return Fp8Chunk{g.head_dim, g.state_dim}.bytes();
+    case REPLAYSSM_READ_COPY_NVFP4:
+      return BlockChunk<Nvfp4>{g.head_dim, g.state_dim}.bytes();
+    case REPLAYSSM_READ_COPY_NVFP4_AMAX:
+      return BlockChunk<Nvfp4Amax>{g.head_dim, g.state_dim}.bytes();
+    case REPLAYSSM_READ_COPY_E2M2:
+      return BlockChunk<E2m2>{g.head_dim, g.state_dim}.bytes();
+    default:
+      return 0;
+  }
 }
 
 }  // namespace
@@ -39,7 +48,7 @@ extern "C" const char* replayssm_checkpoint_name(int32_t format) {
 }
 
 extern "C" const char* replayssm_read_copy_name(int32_t format) {
-  static const char* const names[] = {"none", "fp8", "nvfp4"};
+  static const char* const names[] = {"none", "fp8", "nvfp4", "nvfp4_amax", "e2m2"};
   return name_of(format, names);
 }
 
@@ -93,9 +102,10 @@ replayssm_status check_config(const replayssm_config& c) {
                 "read_copy: expected 'none' with checkpoint='nvfp4', got '%s': no copy is smaller than that checkpoint",
                 replayssm_read_copy_name(c.read_copy));
   if (c.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR && c.read_copy == REPLAYSSM_READ_COPY_FP8)
-    return fail(REPLAYSSM_INVALID_ARGUMENT,
-                "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that "
-                "checkpoint");
+    return fail(
+        REPLAYSSM_INVALID_ARGUMENT,
+        "read_copy: expected 'none', 'nvfp4', 'nvfp4_amax' or 'e2m2' with checkpoint='fp8_sr', got 'fp8': it is as "
+        "large as that checkpoint");
   if (!replayssm_dtype_name(c.activation))
     return fail(REPLAYSSM_INVALID_ARGUMENT, "activation: unknown dtype code %d", c.activation);
   return REPLAYSSM_OK;

@@ -55,7 +55,7 @@ static void test_table(void) {
   CHECK(strcmp(replayssm_checkpoint_name(REPLAYSSM_CHECKPOINT_FP16_SR), "fp16_sr") == 0);
   CHECK(strcmp(replayssm_read_copy_name(REPLAYSSM_READ_COPY_NVFP4), "nvfp4") == 0);
   CHECK(strcmp(replayssm_dtype_name(REPLAYSSM_FP16), "fp16") == 0);
-  CHECK(!replayssm_checkpoint_name(6) && !replayssm_read_copy_name(3) && !replayssm_dtype_name(3));
+  CHECK(!replayssm_checkpoint_name(6) && !replayssm_read_copy_name(5) && !replayssm_dtype_name(3));
   CHECK(!replayssm_checkpoint_name(-1));
 
   /* status is the error word as plan_next leaves it: the first error, until the caller clears the word */
@@ -76,7 +76,13 @@ static void test_formats(void) {
   formats.read_copy = REPLAYSSM_READ_COPY_NVFP4;
   CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
   CHECK(layout.checkpoint_head_bytes == P * N + P * 4 && layout.checkpoint.bytes == H * layout.checkpoint_head_bytes);
+  CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 16 + N + 16);
+  formats.read_copy = REPLAYSSM_READ_COPY_NVFP4_AMAX;
+  CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
   CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 16 + 16);
+  formats.read_copy = REPLAYSSM_READ_COPY_E2M2;
+  CHECK(replayssm_layout_init(&geometry, &formats, &layout) == REPLAYSSM_OK);
+  CHECK(layout.read_copy_head_bytes == P * N / 2 + P * N / 8 + P * N / 16 + 16);
   CHECK(layout.read_copy.offset >= layout.checkpoint.bytes && layout.read_copy.offset % 256 == 0);
 
   /* What a caller that lays out its own sections may get wrong. */
@@ -88,7 +94,7 @@ static void test_formats(void) {
   const replayssm_scan_args none = {0};
   replayssm_layer layer = {.checkpoint = {memory, 0}, .read_copy = {NULL, 0}};
   CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);
-  CHECK(strstr(replayssm_last_error(), "expected a read_copy buffer for read_copy='nvfp4', got NULL") != NULL);
+  CHECK(strstr(replayssm_last_error(), "expected a read_copy buffer for read_copy='e2m2', got NULL") != NULL);
   layer.read_copy.base = memory;
   layer.first_head = -1;
   CHECK(replayssm_step(&host, &geometry, &formats, &layer, &table, plan, 0, &none, 0) == REPLAYSSM_INVALID_ARGUMENT);

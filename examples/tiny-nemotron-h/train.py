@@ -136,6 +136,14 @@ class Mamba2(nn.Module):
         self.norm = RMSNorm(self.inner, config.layer_norm_epsilon, groups=self.groups)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
 
+    @torch.no_grad()
+    def remember(self, shortest: float, longest: float) -> None:
+        """Set A so that the heads, at their initial step sizes, forget by a factor of e within `shortest` … `longest`
+        tokens, spread evenly in log space.
+        """
+        spans = torch.logspace(math.log10(shortest), math.log10(longest), self.heads)
+        self.A_log.copy_(-(spans * F.softplus(self.dt_bias.cpu())).log())
+
     def forward(self, u: Tensor) -> Tensor:
         z, xBC, dt = self.in_proj(u).split([self.inner, self.conv1d.bias.numel(), self.heads], -1)
         xBC = F.silu(self.conv1d(xBC))
@@ -528,6 +536,10 @@ def train(args: argparse.Namespace) -> None:
     pad = config.pad_token_id
     stream = torch.cat(split["train"]).to(args.device)  # the training chapters in order, each between BOS and EOS
     model = NemotronH(config, args.dropout).to(args.device).train()
+    if args.memory:
+        for module in model.modules():
+            if isinstance(module, Mamba2):
+                module.remember(*args.memory)
     optimizer = make_optimizer(model, args)
     routers = [module for module in model.modules() if isinstance(module, Router)]
     offsets = torch.arange(args.sequence, device=args.device)
@@ -582,7 +594,11 @@ def train(args: argparse.Namespace) -> None:
     write_atomically(args.output / "model.safetensors", weights)
 
     torch.set_float32_matmul_precision("highest")
-    settings = [(k, v) for k, v in vars(args).items() if k not in ("output", "evaluate", "plot", "device")]
+    settings = [
+        (k, " ".join(map(str, v)) if isinstance(v, list) else v)
+        for k, v in vars(args).items()
+        if v is not None and k not in ("output", "evaluate", "plot", "device")
+    ]
     record = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python train.py --output OUT", *(f"--{k.replace('_', '-')} {v}" for k, v in settings)]),
@@ -631,6 +647,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="time limit; the schedule shrinks to fit it")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        nargs=2,
+        metavar=("SHORTEST", "LONGEST"),
+        help="initial memory of the heads of a layer in tokens; default: A = 1 … heads",
+    )
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
     parser.add_argument("--weight-decay", type=float, default=0.3, help="AdamW's, on matrices")

@@ -25,10 +25,11 @@ CASES = [
     (MambaGeometry(num_heads=2, head_dim=80, num_groups=2, state_dim=128, conv_kernel=4), "bf16", "fp32"),
     (MambaGeometry(num_heads=3, head_dim=24, num_groups=3, state_dim=64, conv_kernel=3), "fp32", "fp32"),
 ]
-# (checkpoint, read copy): the others, besides those above; the conventional ops take none of them
+# (checkpoint, read copy): others, besides those above; the conventional ops take none of them
 FORMATS = [
     *((checkpoint, copy) for checkpoint in ("fp32", "bf16", "fp16", "fp16_sr") for copy in ("fp8", "nvfp4")),
     *(("fp16_sr", "none"), ("fp8_sr", "none"), ("fp8_sr", "nvfp4"), ("nvfp4", "none")),
+    *(("fp32", "nvfp4_amax"), ("fp32", "e2m2"), ("fp16_sr", "e2m2"), ("bf16", "nvfp4_amax"), ("bf16", "e2m2")),
 ]
 ROUNDS = [  # (slots, tokens a row, op)
     ([2, -1, 0], [7, 2, 1], "prefill"),

@@ -139,9 +139,10 @@ def test_gaps_between_sections_stay_unused(device):
     assert pool.data[:, [0, 2]].eq(0xFF).all()
 
 
-def test_nan_in_dead_records_changes_nothing(device):
+@pytest.mark.parametrize("geometry, activation", CASES)
+def test_nan_in_dead_records_changes_nothing(device, geometry, activation):
     """Ring rows outside the last `history` records are skipped, never multiplied by zero."""
-    stack = stack_of(SMALL, "fp32", device)
+    stack = stack_of(geometry, activation, device)
     tape = stack.tape(1, 60)
     pools = [stack.pool(), stack.pool()]
     for pool in pools:
@@ -159,9 +160,53 @@ def test_nan_in_dead_records_changes_nothing(device):
         dead = [row for row in range(ring_rows) if row not in live]
         for name in ("x_ring", "b_ring", "delta_ring"):
             section = pools[1].layout.sections[name]
-            ring = pools[1].data[:, :, section.offset : section.offset + section.bytes].view(torch.float32)
+            ring = pools[1].data[:, :, section.offset : section.offset + section.bytes]
+            ring = ring.view(torch.float32 if name == "delta_ring" else pools[1].activation)
             ring.unflatten(2, section.shape)[:, :, :, dead] = float("nan")
     assert pools[0].stats()["flushes"] > 0
+
+
+@pytest.mark.parametrize("geometry, activation", CASES)
+def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activation):
+    """Of 4 tokens the third is NaN: the first two have the bits of a step without it; so has the other row."""
+    stack = stack_of(geometry, activation, device)
+    pools = [stack.pool(2), stack.pool(2)]
+    tape, other = stack.tape(1, 20), stack.tape(2, 20)
+    outputs = []
+    for broken, pool in enumerate(pools):
+        pool.reset([0, 1])
+        stack.run(pool, 0, tuple(t[:5] for t in tape))
+        stack.run(pool, 1, tuple(t[:5] for t in other))
+        raw, dt = (t[5:9].clone() for t in tape)
+        if broken:
+            raw[2], dt[2] = float("nan"), float("nan")
+        outputs.append(stack.cycle(pool, [1, 0], [tuple(t[5:9] for t in other), (raw, dt)], [4, 2]))
+    assert outputs[1][1][:, 2:].isnan().all()
+    assert same_bits(outputs[0][1][:, :2], outputs[1][1][:, :2]) and same_bits(outputs[0][0], outputs[1][0])
+    last = tuple(t[9:12] for t in tape)
+    assert same_bits(stack.cycle(pools[0], [0], [last])[0], stack.cycle(pools[1], [0], [last])[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim):
+    """However many heads a large batch makes a CTA take. Rows stand at different histories; some flush."""
+    geometry = MambaGeometry(num_heads=9, head_dim=head_dim, num_groups=1, state_dim=128)
+    rows, picked = 260, [3, 100, 259]
+    stack = Stack(geometry, ReplayConfig(window=8, max_step_tokens=4), num_layers=1, device=device)
+    pools = [stack.pool(rows), stack.pool(rows)]
+    every = list(range(rows))
+    for pool in pools:
+        pool.reset(every)
+    raw, dt = stack.tape(1, 4 * rows)
+    for cycle in range(4):
+        counts = [1 + (row + cycle) % 4 for row in every]
+        chunks = [(raw[4 * row : 4 * row + n], dt[4 * row : 4 * row + n]) for row, n in zip(every, counts, strict=True)]
+        whole = stack.cycle(pools[0], every, chunks)
+        for row in picked:
+            assert same_bits(stack.cycle(pools[1], [row], [chunks[row]])[0], whole[row]), f"cycle {cycle}, row {row}"
+    for row in picked:
+        assert same_bits(pools[0].data[:, row], pools[1].data[:, row])
+    assert pools[1].stats()["flushes"] > 0
 
 
 def test_recycled_slot_carries_nothing_over(device):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mixer import NANO_TP8, SUPER_TP8, Weights, all_pairs, config_of, random_tokens, same_bits
+from mixer import COPIES, NANO_TP8, SUPER_TP8, Weights, all_pairs, config_of, random_tokens, same_bits
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 from trtllm_replayssm.number_formats import E2M1, E4M3
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:window 1 < 2"),
 ]
 CUDA = torch.device("cuda")
-QUANTISED = [("fp32", "fp8"), ("fp32", "nvfp4"), ("fp8_sr", "none"), ("nvfp4", "none")]
+QUANTISED = [*(("fp32", copy) for copy in COPIES), ("fp8_sr", "none"), ("nvfp4", "none")]
 
 
 def restored(device, states: torch.Tensor, checkpoint, read_copy, seed=0) -> StatePool:
@@ -141,7 +141,7 @@ def test_every_e4m3_code(checkpoint, read_copy):
         assert_steps_read(pool, name)
 
 
-@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4"), ("nvfp4", "none")])
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("nvfp4", "none")])
 def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
     """Blocks of every E4M3 scale, each with codes, ties and numbers beside them; written and read."""
     scales = np.resize(E4M3[1:0x7F], 8 * 64 * 2)
@@ -156,6 +156,20 @@ def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
     np.testing.assert_array_equal(E4M3[arrays[f"{name}.block_scales"].ravel()], scales)
     assert len(np.unique(np.stack([arrays[f"{name}.codes"] & 15, arrays[f"{name}.codes"] >> 4]))) == 16
     assert_steps_read(pool, name)
+
+
+@pytest.mark.parametrize("read_copy", ["nvfp4", "e2m2"])
+def test_searched_scales_of_many_blocks(read_copy):
+    """Blocks of all spreads, columns of all sizes, ties between codes and between divisors; written and read."""
+    rng = np.random.default_rng(0)
+    states = rng.standard_normal((4, 3, 128, 128)) * np.exp2(rng.uniform(-8, 0, (4, 3, 1, 128)))
+    states[1] *= np.exp2(rng.uniform(-12, 0, (3, 128, 128)))
+    states[2] = rng.integers(-28, 29, (3, 128, 128)) / 4
+    states[2, :, 0, 0] = 1536, 2464, 7
+    states[3] *= np.exp2(rng.uniform(-20, 0, (3, 128, 1))) * rng.integers(0, 2, (3, 128, 128))
+    pool = stored_alike(torch.from_numpy(states.astype(np.float32)), "fp32", read_copy)
+    for slot in range(4):
+        assert_steps_read(pool, "read_copy", slot)
 
 
 @pytest.mark.parametrize("read_copy", ["none", "fp8"])

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from mixer import (
+    COPIES,
     FP32_FLOOR,
     PAIRS,
     SMALL,
@@ -27,7 +28,8 @@ from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
 GEOMETRY = MambaGeometry(num_heads=2, head_dim=8, num_groups=1, state_dim=64)
 # Relative L2 error of a cast of states that are sums of products of normal numbers: at most this, at least a tenth.
-CAST_ERROR = {"bf16": 2.5e-3, "fp16": 3e-4, "fp16_sr": 6e-4, "fp8": 0.032, "fp8_sr": 0.055, "nvfp4": 0.12}
+CAST_ERROR = {"bf16": 2.5e-3, "fp16": 3e-4, "fp16_sr": 6e-4, "fp8": 0.032, "fp8_sr": 0.055}
+CAST_ERROR |= {"nvfp4_amax": 0.12, "nvfp4": 0.1, "e2m2": 0.055}
 
 
 def stored_state(pool, name="checkpoint", slot=0) -> np.ndarray:
@@ -37,6 +39,11 @@ def stored_state(pool, name="checkpoint", slot=0) -> np.ndarray:
 
 def read_by_steps(pool, slot=0) -> np.ndarray:
     return stored_state(pool, "checkpoint" if pool.config.read_copy == "none" else "read_copy", slot)
+
+
+def checkpoint_rule(checkpoint) -> str:
+    """Checkpoints of NVFP4 have the scales of the copy "nvfp4_amax"."""
+    return "nvfp4_amax" if checkpoint == "nvfp4" else checkpoint
 
 
 def assert_cast(stored, exact, kind):
@@ -86,7 +93,7 @@ class Windows:
         exact = recur(self.checkpoint, tokens, self.weights)[1][-1]
         self.writes += 1
         self.checkpoint, self.read = stored_state(self.pool), read_by_steps(self.pool)
-        assert_cast(self.checkpoint, exact, self.pool.config.checkpoint)
+        assert_cast(self.checkpoint, exact, checkpoint_rule(self.pool.config.checkpoint))
         if self.pool.config.read_copy != "none":
             assert_cast(self.read, exact, self.pool.config.read_copy)
 
@@ -120,7 +127,9 @@ def test_steps_read_what_is_stored(device, checkpoint, read_copy, max_step_token
 
 @pytest.mark.parametrize("activation", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 80])
-@pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp8_sr", "none")])
+@pytest.mark.parametrize(
+    "checkpoint, read_copy", [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp8_sr", "none"), ("fp32", "e2m2")]
+)
 def test_16_bit_activations(device, checkpoint, read_copy, head_dim, activation):
     """The head sizes of the tuned kernels, several rows in other phases of their windows."""
     geometry = MambaGeometry(num_heads=4, head_dim=head_dim, num_groups=2, state_dim=128)
@@ -148,7 +157,7 @@ def test_16_bit_activations(device, checkpoint, read_copy, head_dim, activation)
     assert min(writes) >= 2
 
 
-@pytest.mark.parametrize("read_copy", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("read_copy", COPIES)
 def test_read_error_is_the_copys_and_does_not_accumulate(device, read_copy):
     """Of 40 windows, the state that steps read is as far from the exact one as the exact one's own cast."""
     pool = StatePool(GEOMETRY, config_of("fp32", read_copy), 1, 1, device)
@@ -251,7 +260,7 @@ def test_hand_over_takes_the_exact_state(device, checkpoint, read_copy):
     exact = recur(stored_state(pool), tokens.span(5, 8), weights)[1][-1]
     assert oracle.relative_error(array(state[0]), exact) < FP32_FLOOR
     pool.restore(0, 1, state, tail)
-    assert_cast(stored_state(pool, slot=1), array(state[0]), checkpoint)
+    assert_cast(stored_state(pool, slot=1), array(state[0]), checkpoint_rule(checkpoint))
     again, _ = pool.materialize(0, 1)
     np.testing.assert_array_equal(array(again[0]), stored_state(pool, slot=1))
     if read_copy != "none":
@@ -261,7 +270,10 @@ def test_hand_over_takes_the_exact_state(device, checkpoint, read_copy):
 # ---- counted, refused, reported --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("nvfp4", "none")])
+@pytest.mark.parametrize(
+    "checkpoint, read_copy",
+    [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("bf16", "e2m2"), ("fp16", "nvfp4_amax"), ("nvfp4", "none")],
+)
 def test_traffic_is_counted_in_the_formats_bytes(device, checkpoint, read_copy):
     """A prompt and 20 steps with windows of 8: two flushes."""
     pool = StatePool(SMALL, config_of(checkpoint, read_copy), 1, 1, device)
@@ -272,13 +284,15 @@ def test_traffic_is_counted_in_the_formats_bytes(device, checkpoint, read_copy):
         op(pool, 0, plan, *part, *weights)
         pool.commit(plan)
     values = 4 * 16 * 64  # of a state
-    sizes = {"fp32": 4 * values, "fp16_sr": 2 * values, "fp8": values + 4 * 16 * 4}
-    sizes |= {"nvfp4": values // 2 + values // 16 + 4 * 16, "none": 0}
+    sizes = {"fp32": 4 * values, "fp16_sr": 2 * values, "fp16": 2 * values, "bf16": 2 * values, "none": 0}
+    amax = values // 2 + values // 16 + 4 * 16
+    sizes |= {"fp8": values + 4 * 16 * 4, "nvfp4_amax": amax, "nvfp4": amax + 4 * 64, "e2m2": amax + values // 8}
     stats = pool.stats()
     assert (stats["flushes"], stats["step_reads"], stats["state_reads"], stats["state_writes"]) == (2, 18, 20, 3)
-    by_steps = sizes[checkpoint if read_copy == "none" else read_copy]
-    assert stats["state_bytes_read"] == 18 * by_steps + 2 * sizes[checkpoint]
-    assert stats["state_bytes_written"] == 3 * (sizes[checkpoint] + sizes[read_copy])
+    whole = sizes[checkpoint_rule(checkpoint)]
+    by_steps = whole if read_copy == "none" else sizes[read_copy]
+    assert stats["state_bytes_read"] == 18 * by_steps + 2 * whole
+    assert stats["state_bytes_written"] == 3 * (whole + sizes[read_copy])
 
 
 @pytest.mark.parametrize("op", [ops.conventional_step, ops.conventional_verify])

@@ -50,21 +50,25 @@ def test_geometry_refuses_by_name(change, error, match):
         (dict(max_step_tokens=5, window=4), ValueError, "max_step_tokens: expected 1..4 .* got 5"),
         (dict(checkpoint="fp64"), ValueError, "checkpoint: expected one of fp32, bf16, fp16, .* got 'fp64'"),
         (dict(checkpoint=None), TypeError, "checkpoint: expected a string, got None"),
-        (dict(read_copy="int8"), ValueError, "read_copy: expected one of none, fp8, nvfp4, got 'int8'"),
+        (
+            dict(read_copy="int8"),
+            ValueError,
+            "read_copy: expected one of none, fp8, nvfp4, nvfp4_amax, e2m2, got 'int8'",
+        ),
         (
             dict(checkpoint="nvfp4", read_copy="fp8"),
             ValueError,
             "read_copy: expected 'none' with checkpoint='nvfp4', got 'fp8': no copy is smaller than that checkpoint",
         ),
         (
-            dict(checkpoint="nvfp4", read_copy="nvfp4"),
+            dict(checkpoint="nvfp4", read_copy="e2m2"),
             ValueError,
-            "read_copy: expected 'none' with checkpoint='nvfp4', got 'nvfp4'",
+            "read_copy: expected 'none' with checkpoint='nvfp4', got 'e2m2'",
         ),
         (
             dict(checkpoint="fp8_sr", read_copy="fp8"),
             ValueError,
-            "read_copy: expected 'none' or 'nvfp4' with checkpoint='fp8_sr', got 'fp8': it is as large as that",
+            "read_copy: expected 'none', 'nvfp4', 'nvfp4_amax' or 'e2m2' with checkpoint='fp8_sr', got 'fp8'",
         ),
         (dict(activation="fp8"), ValueError, "activation: expected one of fp32, bf16, fp16, got 'fp8'"),
         (dict(seed=-1), ValueError, "seed: expected 0..2.*64-1, got -1"),
@@ -83,6 +87,7 @@ WINDOWS = {  # window="auto" of the Super geometry with bf16 activations, for ma
     ("fp32", "none"): [24, 24, 32, 32, 32],
     ("fp32", "fp8"): [32, 32, 32, 32, 32],
     ("fp32", "nvfp4"): [32, 32, 32, 32, 32],
+    ("fp32", "e2m2"): [32, 32, 32, 32, 32],
     ("fp16", "none"): [16, 16, 24, 32, 32],
     ("fp16_sr", "nvfp4"): [24, 24, 32, 32, 32],
     ("fp8_sr", "none"): [8, 16, 16, 24, 32],
@@ -103,7 +108,7 @@ def test_auto_window_moves_the_fewest_bytes(checkpoint, read_copy):
 
 def test_bytes_of_a_step_by_hand():
     """One token a step: L - 1 reads of the copy and a flush every L steps; records read 1 + ... + L, one written."""
-    record, checkpoint, copy = 18.5 * 1024, 2 << 20, 128 * (64 * 128 // 2 + 64 * 8 + 16)
+    record, checkpoint, copy = 18.5 * 1024, 2 << 20, 128 * (64 * 128 // 2 + 64 * 8 + 128 + 16)
     cycle = 23 * copy + (2 * checkpoint + copy) + record * (24 * 25 // 2 + 24)
     config = ReplayConfig(window=24, checkpoint="fp16", read_copy="nvfp4")
     assert step_bytes(SUPER, config) == pytest.approx(cycle / 24, rel=1e-12)

@@ -346,19 +346,20 @@ def test_weights_of_any_float_format_and_absent_ones(device, op):
 
 
 @pytest.mark.parametrize("checkpoint", ["fp32", "fp16"])
-def test_flush_then_step_is_step(device, checkpoint):
+@pytest.mark.parametrize("geometry, activation", [(SMALL, "fp32"), (SUPER_TP8, "bf16"), (NANO_TP8, "fp16")])
+def test_flush_then_step_is_step(device, geometry, activation, checkpoint):
     """Flush and outputs as two nodes give the bits, in outputs and memory, of the one that does both.
 
     So with a fp16 checkpoint the outputs of a flushing step read what was stored, not what was accumulated.
     """
-    config = ReplayConfig(window=4, max_step_tokens=2, checkpoint=checkpoint, activation="fp32")
-    weights = Weights.random(SMALL, device)
-    pools = [StatePool(SMALL, config, 3, 1, device) for _ in range(2)]
+    config = ReplayConfig(window=4, max_step_tokens=2, checkpoint=checkpoint, activation=activation)
+    weights = Weights.random(geometry, device)
+    pools = [StatePool(geometry, config, 3, 1, device) for _ in range(2)]
     for pool in pools:
         pool.reset([0, 1, 2])
     for cycle in range(9):
         counts = [2, 1, 2 if cycle > 3 else 0]
-        tokens = random_tokens(SMALL, torch.float32, sum(counts), device, seed=cycle)
+        tokens = random_tokens(geometry, pools[0].activation, sum(counts), device, seed=cycle)
         plans = [pool.plan([0, 1, 2], counts) for pool in pools]
         whole = ops.step(pools[0], 0, plans[0], *tokens, *weights)
         pool, plan = pools[1], plans[1]

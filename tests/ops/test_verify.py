@@ -48,6 +48,7 @@ def batched(tokens, rows):
         (1, 1, SMALLEST, "fp32"),
         (16, 16, MambaGeometry(2, 64, 1, 128), "bf16"),
         (23, 16, MambaGeometry(1, 80, 1, 128), "fp16"),
+        (33, 9, MambaGeometry(3, 16, 1, 128), "bf16"),
     ],
 )
 def test_every_history_and_every_step_length(device, window, max_step_tokens, geometry, activation):

@@ -48,7 +48,7 @@ def test_the_mode_asked_for_is_the_mode_that_runs(device):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_format", "read_copy"), [("fp16_sr", "nvfp4"), ("fp8_sr", "none"), ("fp32", "fp8")]
+    ("checkpoint_format", "read_copy"), [("fp16_sr", "nvfp4"), ("fp8_sr", "none"), ("fp32", "e2m2")]
 )
 def test_formats_of_the_state(device, checkpoint_format, read_copy):
     """What moves is counted in the formats' bytes, a rehearsal agrees, and a pre-empted text continues bit for bit."""

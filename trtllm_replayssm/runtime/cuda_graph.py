@@ -16,7 +16,7 @@ def padded(n: int, limit: int) -> int:
 
 
 @contextmanager
-def _no_collection():
+def no_collection():
     """Keeps Python from freeing the graphs of another, forgotten engine during a capture: CUDA forbids it there."""
     gc.collect()
     enabled = gc.isenabled()
@@ -99,7 +99,7 @@ class StepGraph:
             settle(batch, hidden, self._chosen, drafts)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._verify, self._settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _no_collection():
+        with no_collection():
             with torch.cuda.graph(self._verify, pool=pool):
                 batch, hidden, self._logits = begin()
             with torch.cuda.graph(self._settle, pool=pool):

@@ -120,7 +120,7 @@ class Engine:
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(_DTYPES)}")
         self.mode = mode
-        self.device = _device(device)
+        self.device = pick_device(device)
         on_cuda = self.device.type == "cuda"
         if cuda_graphs and (deterministic or not on_cuda):
             raise ValueError("cuda_graphs need a CUDA device and deterministic=False")
@@ -471,7 +471,8 @@ def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: 
     return draft_tokens
 
 
-def _device(name: str | None) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, None: a GPU that can be used, else the CPU. ValueError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() and _core.has_cuda() else "cpu")
     try:

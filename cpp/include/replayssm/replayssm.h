@@ -61,7 +61,7 @@ typedef enum {
   REPLAYSSM_CHECKPOINT_FP16 = 2,
   REPLAYSSM_CHECKPOINT_FP16_SR = 3, /* FP16, rounded stochastically */
   REPLAYSSM_CHECKPOINT_FP8_SR = 4,  /* E4M3 with an FP32 scale a row of P, rounded stochastically */
-  REPLAYSSM_CHECKPOINT_NVFP4 = 5
+  REPLAYSSM_CHECKPOINT_NVFP4 = 5    /* with block scales from amax, as NVIDIA Model Optimizer computes them */
 } replayssm_checkpoint_format;
 
 /* Of a second copy that steps read instead of the checkpoint. It is written whenever the checkpoint is, from the same
@@ -70,7 +70,9 @@ typedef enum {
 typedef enum {
   REPLAYSSM_READ_COPY_NONE = 0, /* steps read the checkpoint */
   REPLAYSSM_READ_COPY_FP8 = 1,
-  REPLAYSSM_READ_COPY_NVFP4 = 2
+  REPLAYSSM_READ_COPY_NVFP4 = 2,      /* with column scales and searched block scales */
+  REPLAYSSM_READ_COPY_NVFP4_AMAX = 3, /* with block scales from amax, as a checkpoint of NVFP4 has them */
+  REPLAYSSM_READ_COPY_E2M2 = 4        /* 5-bit codes with searched block scales */
 } replayssm_read_copy_format;
 
 /* What the tokens of a plan went through, told to commit and abandon. */
@@ -81,7 +83,8 @@ typedef enum {
 } replayssm_plan_use;
 
 /* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
- * conv_kernel 2..8. (head_dim 64 and 80 with state_dim 128 and 16-bit activations have tuned CUDA kernels.) */
+ * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, step and flush have CUDA kernels for tensor cores if
+ * head_dim is a multiple of 16, and conventional_step and _verify tuned ones for head_dim 64 and 80.) */
 typedef struct {
   int32_t num_heads;   /* H */
   int32_t head_dim;    /* P */
@@ -114,12 +117,24 @@ typedef struct {
  * The chunk of a head with state S [P,N], by format:
  *   FP32, BF16, FP16  values [P,N]
  *   FP8    E4M3 codes [P,N] | fp32 row scales [P]. scale = amax(row) / 448; S = code * scale.
- *   NVFP4  E2M1 codes [P,N/2], two a byte, the even column in the low nibble | E4M3 block scales [P,N/16] | fp32 head
+ *   NVFP4 checkpoint, NVFP4_AMAX
+ *          E2M1 codes [P,N/2], two a byte, the even column in the low nibble | E4M3 block scales [P,N/16] | fp32 head
  *          scale | zeros up to a multiple of 16 bytes. head scale g = amax(head) / 2688; block scale s =
  *          E4M3(clamp(amax(16 columns) / (6 g), 2^-9, 448)), 1 for a block of zeros; S = code * (s * g). NVIDIA Model
  *          Optimizer packs a tensor of one head to the same bytes.
- * A row or head whose scale is 0 (all values 0, or too small for the scale) has codes 0 (NVFP4: block scales 0, too).
- * One that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere: every value reads as NaN. */
+ *   NVFP4 read copy
+ *          codes and block scales as above | E4M3 column scales [N] | fp32 head scale | zeros up to a multiple of 16
+ *          bytes. g = amax(head) / 1536; column scale c = E4M3(max(sqrt(amax(column) / amax(head)), 2^-6)); block scale
+ *          s = E4M3(clamp(amax(16 columns of S / (g c)) / d, 2^-9, 448)), 1 for a block of zeros, by the one of d = 6,
+ *          6.5, 5.5, 4 of the least squared error of the block (d = 6 alone if amax(head) >= 2^127);
+ *          S = (code * (s * g)) * c.
+ *   E2M2   codes of 5 bits: sign, 2 exponent bits, 2 mantissa bits: 0, .25 .. 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7. Their
+ *          upper four bits [P,N/2] as in NVFP4 | their lowest bits [P,N/16], 16 columns in a little-endian uint16, the
+ *          first in bit 0 | E4M3 block scales [P,N/16] | fp32 head scale | zeros up to a multiple of 16 bytes.
+ *          g = amax(head) / 2464; s as in the NVFP4 read copy, with c = 1 and d = 7, 6.5, 7.5, 6; S = code * (s * g).
+ * A row or head whose scale is 0 (all values 0, or too small for the scale) has zeros for codes and other scales. One
+ * that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere: every value reads as NaN. Steps may
+ * multiply C by c instead of S; the order in which a block's squares are summed stands in cpp/src/formats.h. */
 typedef struct {
   int32_t version;
   int32_t ring_rows;             /* R = L + T_max */

@@ -75,6 +75,12 @@ __device__ inline void load_e2m1(uint32_t codes, float (&value)[4]) {
 #endif
 }
 
+// Four E2M2 codes: the first four of a word of upper bits and of one of lowest bits.
+__device__ inline void load_e2m2(uint32_t upper, uint32_t low, float (&value)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value[i] = e2m2_to_float((upper >> 4 * i & 15u) << 1 | (low >> i & 1u));
+}
+
 // ---- to nearest ----------------------------------------------------------------------------------------------------
 
 __device__ inline uint32_t pack_e4m3(const float (&value)[4]) {
@@ -104,6 +110,18 @@ __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
   return float_to_e2m1(value[0]) | float_to_e2m1(value[1]) << 4 | float_to_e2m1(value[2]) << 8 |
          float_to_e2m1(value[3]) << 12;
 #endif
+}
+
+// The upper bits of the codes in 16 bits, their lowest bits in the 4 above. No target rounds to E2M2.
+__device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
+  uint32_t upper = 0, low = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = float_to_e2m2(value[i]);
+    upper |= code >> 1 << 4 * i;
+    low |= (code & 1u) << i;
+  }
+  return low << 16 | upper;
 }
 
 // ---- stochastically ------------------------------------------------------------------------------------------------

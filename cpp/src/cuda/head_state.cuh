@@ -6,8 +6,8 @@
 //
 // A group of 8 lanes owns two rows, chunk c of a lane being the 4 columns from (c * 8 + lane) * 4 on, and the CTA has a
 // group for every pair of rows. So a scale over 16 columns is a reduction over 4 lanes, over a row one over a group,
-// over the head one over the CTA, and every cast starts from the float32 values. The groups of a warp have rows all or
-// none (head_dim is a multiple of 8): whole warps shuffle.
+// over a column or the head one over the CTA, and every cast starts from the float32 values. The groups of a warp have
+// rows all or none (head_dim is a multiple of 8): whole warps shuffle.
 //
 // A draw of random bits serves more columns than a lane has in a chunk. Lanes share their draws: each draws for another
 // row or chunk, and they exchange words.
@@ -50,7 +50,7 @@ __device__ inline void load_state(const Problem& problem, const char* chunk, int
                                   HeadState<kStateDim>& state) {
   const int P = problem.geometry.head_dim, format = problem.config.checkpoint;
   const Fp8Chunk fp8{P, kStateDim};
-  const Nvfp4Chunk nvfp4{P, kStateDim};
+  const BlockChunk<Nvfp4Amax> nvfp4{P, kStateDim};
 #pragma unroll
   for (int i = 0; i < kRowsPerGroup; ++i)
 #pragma unroll
@@ -63,8 +63,8 @@ __device__ inline void load_state(const Problem& problem, const char* chunk, int
 #pragma unroll
         for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(value[v], scale);
       } else if (format == REPLAYSSM_CHECKPOINT_NVFP4) {
-        const uint8_t block_scale = (chunk + nvfp4.block_scales())[index / kNvfp4Block];
-        const float step = nvfp4_step(block_scale, *reinterpret_cast<const float*>(chunk + nvfp4.head_scale()));
+        const uint8_t block_scale = (chunk + nvfp4.block_scales())[index / kBlock];
+        const float step = block_step(block_scale, *reinterpret_cast<const float*>(chunk + nvfp4.head_scale()));
         load_e2m1(*reinterpret_cast<const uint16_t*>(chunk + index / 2), value);
 #pragma unroll
         for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(value[v], step);
@@ -235,35 +235,115 @@ __device__ inline void store_fp8(const StateOwner& owner, char* chunk, bool stoc
   }
 }
 
-// E2M1 with block scales and a head scale.
+// Computes and stores the scales of columns; for all threads of a CTA together, those without rows bring zeros. Returns
+// their inverses, in shared memory until the next max_over_cta.
 template <int kStateDim>
-__device__ inline void store_nvfp4(const Problem& problem, char* chunk, int p, int lane,
-                                   const HeadState<kStateDim>& state, uint32_t head_amax) {
-  static_assert(kNvfp4Block == 4 * kHeadVec && kHeadChunks<kStateDim> % 2 == 0 && kHeadChunks<kStateDim> <= 4);
-  const Nvfp4Chunk layout{problem.geometry.head_dim, kStateDim};
+__device__ inline const float* scale_columns(char* target, int lane, const HeadState<kStateDim>& state,
+                                             uint32_t head_amax, float head_scale) {
+  static_assert(kStateDim <= kThreads);
+  __shared__ uint32_t column_amax[kStateDim];
+  __shared__ __align__(16) float inverse[kStateDim];
+  const int n = threadIdx.x;
+  if (n < kStateDim) column_amax[n] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kHeadChunks<kStateDim>; ++c)
+#pragma unroll
+    for (int v = 0; v < kHeadVec; ++v) {
+      // fmaxf drops a NaN, but then the head's scale is one.
+      atomicMax(&column_amax[(c * kLanes + lane) * kHeadVec + v],
+                float_bits(fmaxf(fabsf(state[0][c][v]), fabsf(state[1][c][v]))));
+    }
+  __syncthreads();
+  if (n < kStateDim) {
+    const uint8_t scale = column_scale(column_amax[n], head_amax, head_scale);
+    target[n] = static_cast<char>(scale);
+    inverse[n] = inverse_of(e4m3_to_float(scale));
+  }
+  __syncthreads();
+  return inverse;
+}
+
+// The code of the best scale of a block, of which each of 4 lanes has 4 columns of u.
+template <typename Format>
+__device__ inline uint8_t best_scale(const float (&u)[kHeadVec], float head_scale, int candidates, int lane) {
+  constexpr int kQuad = kBlock / kHeadVec;
+  static_assert(kQuad == kCandidates);  // each lane computes the scale by one divisor
+  const uint32_t amax = larger_of_both(larger_of_both(amax_of(u), 1), 2);
+  const uint32_t code = searched_scale<Format>(amax, head_scale, lane % kQuad);
+  const float of_lane = e4m3_to_float(static_cast<uint8_t>(code)), inverse_of_lane = inverse_of(of_lane);
+  int best = 0;
+  float least = 0.0f;
+#pragma unroll
+  for (int candidate = 0; candidate < kCandidates; ++candidate) {
+    if (candidate >= candidates) break;
+    const float scale = __shfl_sync(0xffffffffu, of_lane, candidate, kQuad);
+    float sum = squared_distance<Format>(u, __shfl_sync(0xffffffffu, inverse_of_lane, candidate, kQuad));
+    sum = add_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+    sum = add_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+    const float error = mul_rn(mul_rn(sum, scale), scale);
+    if (candidate == 0 || error < least) best = candidate, least = error;
+  }
+  return static_cast<uint8_t>(__shfl_sync(0xffffffffu, code, best, kQuad));
+}
+
+// The formats of block scales. `inverse`: of column scales, in shared memory.
+template <typename Format, int kStateDim>
+__device__ inline void store_blocks(const Problem& problem, char* chunk, int p, int lane,
+                                    const HeadState<kStateDim>& state, uint32_t head_amax, const float* inverse) {
+  constexpr int kChunks = kHeadChunks<kStateDim>;
+  static_assert(kBlock == 4 * kHeadVec && kChunks % 2 == 0 && kChunks <= 4);
+  const BlockChunk<Format> layout{problem.geometry.head_dim, kStateDim};
   const bool odd = lane % 2 == 1;
-  const float head_scale = nvfp4_head_scale(head_amax);
+  const float head_scale = Format::head_scale(head_amax);
   if (threadIdx.x == 0) {  // and the zeros behind it
     *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
   }
 #pragma unroll
   for (int i = 0; i < kRowsPerGroup; ++i) {
     uint32_t scales = 0;  // byte c: of block 2c in the first half of the group, 2c + 1 in the second
-    uint32_t codes[kHeadChunks<kStateDim>];
+    uint32_t codes[kChunks];
 #pragma unroll
-    for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
-      const uint32_t block_amax = larger_of_both(larger_of_both(amax_of(state[i][c]), 1), 2);
-      const uint8_t block_scale = nvfp4_block_scale(block_amax, head_scale);
-      scales |= static_cast<uint32_t>(block_scale) << 8 * c;
-      const float step = nvfp4_step(block_scale, head_scale);
+    for (int c = 0; c < kChunks; ++c) {
+      uint8_t block_scale;
       float value[kHeadVec];
+      if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
+        block_scale = Format::block_scale(larger_of_both(larger_of_both(amax_of(state[i][c]), 1), 2), head_scale);
+        const float step = block_step(block_scale, head_scale);
 #pragma unroll
-      for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c][v], step);
-      codes[c] = pack_e2m1(value);
+        for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c][v], step);
+      } else {
+        float of_columns[kHeadVec] = {1.0f, 1.0f, 1.0f, 1.0f};
+        if constexpr (Format::kColumnScales)
+          load_shared<kHeadVec>(inverse + (c * kLanes + lane) * kHeadVec, of_columns);
+        float u[kHeadVec];
+#pragma unroll
+        for (int v = 0; v < kHeadVec; ++v) u[v] = in_head_units(state[i][c][v], head_scale, of_columns[v]);
+        block_scale = best_scale<Format>(u, head_scale, candidates_of(head_amax), lane);
+        const float of_block = inverse_of(e4m3_to_float(block_scale));
+#pragma unroll
+        for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(u[v], of_block);
+      }
+      scales |= static_cast<uint32_t>(block_scale) << 8 * c;
+      codes[c] = Format::kLowBits ? pack_e2m2(value) : pack_e2m1(value);
     }
-    // Two lanes have a word of codes in a chunk: the even one stores that of chunk c, the odd one that of chunk c + 1.
+    const int row_blocks = (p + i) * (kStateDim / kBlock);  // before this row
 #pragma unroll
-    for (int c = 0; c < kHeadChunks<kStateDim>; c += 2) {
+    for (int c = 0; c < kChunks; c += 2) {
+      if constexpr (Format::kLowBits) {
+        // The halves of the group have two blocks each, in the halves of a word: 2c and 2c + 2, 2c + 1 and 2c + 3.
+        uint32_t low = (codes[c] >> 16 | codes[c + 1] & 0xffff0000u) << lane % 4 * kHeadVec;
+        low |= shuffle_xor(low, 1);
+        low |= shuffle_xor(low, 2);
+        const uint32_t of_odd_blocks = shuffle_xor(low, kLanes / 2);
+        if (lane == 0) {
+          *reinterpret_cast<uint2*>(chunk + layout.low_bits() + 2 * (row_blocks + 2 * c)) =
+              make_uint2(__byte_perm(low, of_odd_blocks, 0x5410), __byte_perm(low, of_odd_blocks, 0x7632));
+        }
+        codes[c] &= 0xffffu, codes[c + 1] &= 0xffffu;
+      }
+      // Two lanes have a word of codes in a chunk: the even one stores that of chunk c, the odd one that of chunk c
+      // + 1.
       const uint32_t taken = shuffle_xor(odd ? codes[c] : codes[c + 1], 1);
       const uint32_t word = odd ? taken | codes[c + 1] << 16 : codes[c] | taken << 16;
       const int column = odd ? ((c + 1) * kLanes + lane - 1) * kHeadVec : (c * kLanes + lane) * kHeadVec;
@@ -271,9 +351,9 @@ __device__ inline void store_nvfp4(const Problem& problem, char* chunk, int p, i
     }
     const uint32_t of_odd_blocks = shuffle_xor(scales, kLanes / 2);
     if (lane == 0) {
-      char* const target = chunk + layout.block_scales() + (p + i) * (kStateDim / kNvfp4Block);
+      char* const target = chunk + layout.block_scales() + row_blocks;
       const uint32_t front = __byte_perm(scales, of_odd_blocks, 0x5140);
-      if constexpr (kHeadChunks<kStateDim> == 4) {
+      if constexpr (kChunks == 4) {
         *reinterpret_cast<uint2*>(target) = make_uint2(front, __byte_perm(scales, of_odd_blocks, 0x7362));
       } else {
         *reinterpret_cast<uint32_t*>(target) = front;
@@ -297,10 +377,17 @@ __device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot
     for (int distance = 1; distance < kLanes; distance *= 2) row_amax[i] = larger_of_both(row_amax[i], distance);
   }
   const uint32_t amax = max(row_amax[0], row_amax[1]);  // of the group's rows
-  char* const nvfp4 = config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4 ? slot.checkpoint
-                      : config.read_copy == REPLAYSSM_READ_COPY_NVFP4 ? slot.read_copy
-                                                                      : nullptr;
-  const uint32_t head_amax = nvfp4 ? max_over_cta(amax) : 0;
+  char* const nvfp4_amax = config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4      ? slot.checkpoint
+                           : config.read_copy == REPLAYSSM_READ_COPY_NVFP4_AMAX ? slot.read_copy
+                                                                                : nullptr;
+  const bool nvfp4 = config.read_copy == REPLAYSSM_READ_COPY_NVFP4, e2m2 = config.read_copy == REPLAYSSM_READ_COPY_E2M2;
+  const uint32_t head_amax = nvfp4_amax || nvfp4 || e2m2 ? max_over_cta(amax) : 0;
+  const float* inverse = nullptr;
+  if (nvfp4) {
+    const BlockChunk<Nvfp4> layout{owner.problem.geometry.head_dim, kStateDim};
+    inverse = scale_columns<kStateDim>(slot.read_copy + layout.column_scales(), lane, state, head_amax,
+                                       Nvfp4::head_scale(head_amax));
+  }
   if (p >= owner.problem.geometry.head_dim) return;
 
   bool finite = amax < infinite_from(config.checkpoint);
@@ -314,7 +401,13 @@ __device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot
     store_fp8<kStateDim>(owner, fp8_checkpoint ? slot.checkpoint : slot.read_copy, fp8_checkpoint, p, lane, state,
                          row_amax);
   }
-  if (nvfp4) store_nvfp4<kStateDim>(owner.problem, nvfp4, p, lane, state, head_amax);
+  if (nvfp4_amax) {
+    store_blocks<Nvfp4Amax, kStateDim>(owner.problem, nvfp4_amax, p, lane, state, head_amax, nullptr);
+  } else if (nvfp4) {
+    store_blocks<Nvfp4, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, inverse);
+  } else if (e2m2) {
+    store_blocks<E2m2, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, nullptr);
+  }
   if (!finite) owner.report_not_finite();
 }
 

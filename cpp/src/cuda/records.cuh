@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Folding records into a state, for every op that does it (flush, fused or on its own; prefill; materialize):
+// Folding records into a state on the CUDA cores, for every op that does it (flush, fused or on its own; prefill;
+// materialize), but for pools whose flushes and materialised states come from the tensor cores (mma.cuh):
 //
 //     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
 //
@@ -12,7 +13,7 @@
 // (c * 8 + lane) * kVec on: 16 stored bytes, a group's chunk one line of 128 bytes.
 #pragma once
 
-#include "common.cuh"
+#include "mma.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -200,18 +201,19 @@ struct FoldParams {
   int32_t max_count;   // rows of a plan with more tokens,
   int64_t num_tokens;  // or with tokens beyond these, are left alone
   bool state_aligned;
+  uint32_t tf32_mask;  // see split() in mma.cuh
 };
 
 inline FoldParams flush_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
                                const replayssm_tensor& A_log, const void* plan, int32_t rows, int32_t max_count,
                                int64_t num_tokens) {
-  return {problem, layer, table, A_log, plan, nullptr, nullptr, rows, max_count, num_tokens, false};
+  return {problem, layer, table, A_log, plan, nullptr, nullptr, rows, max_count, num_tokens, false, kTf32Mask};
 }
 
 inline FoldParams materialize_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
                                      const replayssm_tensor& A_log, const int32_t* slots, int32_t rows, float* state,
                                      bool state_aligned) {
-  return {problem, layer, table, A_log, nullptr, slots, state, rows, 0, 0, state_aligned};
+  return {problem, layer, table, A_log, nullptr, slots, state, rows, 0, 0, state_aligned, kTf32Mask};
 }
 
 // Why the state of a slot in range cannot be materialized; REPLAYSSM_ROW_OK if it can.
@@ -224,6 +226,24 @@ __device__ inline replayssm_row_error materialize_error(const replayssm_cursor& 
 }
 
 replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const FoldParams& params);
+
+// ---- step and flush on tensor cores (step_mma.cu) ------------------------------------------------------------------
+
+// Whether the pool's states are folded on tensor cores (mma.cuh), and whether these kernels take its steps and flushes.
+// All of them, or none: the bits differ from those of the generic kernels.
+inline bool has_mma_fold(const Problem& problem) {
+  return problem.geometry.state_dim == kMaxStateDim && problem.geometry.head_dim % 16 == 0 &&
+         problem.config.activation != REPLAYSSM_FP32;
+}
+inline bool has_step_mma(const Problem& problem) {
+  return has_mma_fold(problem) && problem.read_copy_head_bytes == 0 &&
+         problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
+}
+
+replayssm_status step_mma(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
+replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                           const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log);
+cudaError_t load_step_mma_kernels();
 
 }  // namespace cuda
 }  // namespace replayssm

@@ -1,29 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step: computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
+// step, for what the tensor-core kernels (step_mma.cu) don't take.
+//
+// It computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
 // new), without forming a state:
 //
 //     y_s = exp(e(0,h+s)) S C_s + sum_{j<=h+s} W[j,s] x_j + D x_s,      W[j,s] = delta_j exp(e(j,h+s)) (B_j . C_s)
 //
 // One CTA of 128 threads owns a (row, head):
-//  1. Every thread asks for its part of S: kRows rows by N/8 columns, 16 bytes a load, all in flight at once. For
-//     head_dim 64 and 80 that is the whole head, held in registers (16-bit formats stay packed until they are used).
-//  2. Meanwhile records and new tokens go to shared memory, x and B as they are stored, C in float32, step sizes
-//     discretised; new tokens come from the inputs, never from the ring, and are appended to the ring on the way.
-//  3. Thread s sums the exponents e(., h+s) backwards from token h+s. Then groups of 8 lanes make W, a group a record.
+//  1. Records and new tokens go to shared memory in float32, step sizes discretised; new tokens come from the inputs,
+//     never from the ring, and are appended to the ring on the way.
+//  2. Thread s sums the exponents e(., h+s) backwards from token h+s. Then groups of 8 lanes make W, a group a record.
+//  3. The head is walked in blocks of 32 rows: every thread asks for its part of S, kRows rows by N/8 columns, 16 bytes
+//     a load (16-bit formats stay packed until they are used).
 //  4. A row flagged FLUSH folds its h records into the registers, stores them, and keeps what it stored: from here on
 //     it is a row without history whose checkpoint is the new one, the same bits as if it had been read back.
 //  5. A group of 8 lanes owns rows of S and of the output: a lane sums its columns of S C_s, scales them by the decay,
 //     adds its share of the records (j = lane mod 8), and three shuffles add the lanes up. Four tokens share each
-//     value that is unpacked.
+//     value that is unpacked. Scales of columns, if any, are multiplied into C first.
 // Quantised states (a read copy; a checkpoint of FP8 or NVFP4) are folded by fold_kernel before, since their scales are
-// reductions over what a CTA here has not at hand; they go through the run-time sizes below, 16 columns a lane.
+// reductions over what a CTA here has not at hand; a lane has 16 columns of them at once.
 // Every sum's order depends on h, T and the config alone. Dead ring rows are never read.
-//
-// All other sizes, fp32 activations and unaligned inputs go through the same code with run-time sizes (kHeadDim = 0): x
-// and B are staged in float32, and the head is walked in blocks of 32 rows.
-#include <cuda_pipeline.h>
-
 #include <algorithm>
 
 #include "head_state.cuh"
@@ -32,51 +29,41 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// Shared memory of a CTA, for at most `records` records and `tokens` new tokens. Offsets in bytes, strides in elements.
+// Shared memory of a CTA, for at most `records` records and `tokens` new tokens. Offsets and strides in floats.
 struct StepShared {
   int x_stride, b_stride, w_stride;
   int b, c, w, delta, log_decay, fold_weight, decay, fold_decay, bytes;
 
-  __host__ __device__ constexpr StepShared(int P, int N, int records, int tokens, int element)
-      : x_stride(P + 16 / element),  // 16 bytes more than a row, so that the records of 8 lanes lie in different banks
+  __host__ __device__ constexpr StepShared(int P, int N, int records, int tokens)
+      : x_stride(P + 4),  // 16 bytes more than a row, so that the records of 8 lanes lie in different banks
         b_stride(N),
         w_stride((tokens + 3) / 4 * 4),
-        b(records * x_stride * element),
-        c(b + records * b_stride * element),
-        w(c + tokens * N * 4),
-        delta(w + records * w_stride * 4),
-        log_decay(delta + records * 4),
-        fold_weight(log_decay + records * 4),
-        decay(fold_weight + records * 4),
-        fold_decay(decay + tokens * 4),
-        bytes(fold_decay + 4) {}
+        b(records * x_stride),
+        c(b + records * b_stride),
+        w(c + tokens * N),
+        delta(w + records * w_stride),
+        log_decay(delta + records),
+        fold_weight(log_decay + records),
+        decay(fold_weight + records),
+        fold_decay(decay + tokens),
+        bytes((fold_decay + 1) * 4) {}
 };
 constexpr int kMaxRecords = REPLAYSSM_MAX_WINDOW + REPLAYSSM_MAX_STEP_TOKENS;
-static_assert(StepShared(128, kMaxStateDim, kMaxRecords, REPLAYSSM_MAX_STEP_TOKENS, 4).bytes <= kSharedLimit);
+static_assert(StepShared(128, kMaxStateDim, kMaxRecords, REPLAYSSM_MAX_STEP_TOKENS).bytes <= kSharedLimit);
 
-// Eight elements into shared memory: 16-bit ones as they are, asynchronously; float32 converted.
-template <typename Staged>
-__device__ inline void stage_chunk(Staged* target, const void* source, int32_t dtype, int64_t index, bool aligned) {
-  if constexpr (std::is_same_v<Staged, float>) {
-    float value[8];
-    load_vector<8>(source, dtype, index, aligned, value);
-    *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
-    *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
-  } else {
-    __pipeline_memcpy_async(target, static_cast<const Staged*>(source) + index, 16);
-  }
+// Eight elements into shared memory.
+__device__ inline void stage_chunk(float* target, const void* source, int32_t dtype, int64_t index, bool aligned) {
+  float value[8];
+  load_vector<8>(source, dtype, index, aligned, value);
+  *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
+  *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
 }
 
 // Eight staged elements into a ring, exactly as they came.
-template <typename Staged>
-__device__ inline void append_chunk(void* ring, int32_t dtype, int64_t index, const Staged* source) {
-  if constexpr (std::is_same_v<Staged, float>) {
-    float value[8];
-    load_shared<8>(source, value);
-    store_vector<8>(ring, dtype, index, true, value);
-  } else {
-    *reinterpret_cast<uint4*>(static_cast<Staged*>(ring) + index) = *reinterpret_cast<const uint4*>(source);
-  }
+__device__ inline void append_chunk(void* ring, int32_t dtype, int64_t index, const float* source) {
+  float value[8];
+  load_shared<8>(source, value);
+  store_vector<8>(ring, dtype, index, true, value);
 }
 
 // What a thread reads of a row of the state at a time: 16 bytes of a plain format, the codes of 16 columns of a
@@ -90,7 +77,7 @@ struct StatePart : Packed<Stored> {
 struct QuantisedPart {
   static constexpr bool kQuantised = true;
   static constexpr int kVec = 16;
-  static_assert(kLanes * kVec == kMaxStateDim && kVec == kNvfp4Block);
+  static_assert(kLanes * kVec == kMaxStateDim && kVec == kBlock);
 };
 
 struct Fp8 {};  // E4M3 with row scales
@@ -118,37 +105,52 @@ struct StatePart<Fp8> : QuantisedPart {
   }
 };
 
-struct Nvfp4 {};  // E2M1 with block scales and a head scale
-template <>
-struct StatePart<Nvfp4> : QuantisedPart {
+template <typename Format>  // one of block scales; column scales go to C
+struct BlockPart : QuantisedPart {
   struct Raw {
     uint2 codes;
+    uint32_t low_bits;
     float step;
   };
 
   __device__ static Raw load(const char* chunk, int P, int N, int row, int column) {
-    const Nvfp4Chunk layout{P, N};
+    const BlockChunk<Format> layout{P, N};
     const int index = row * N + column;
-    return {__ldcs(reinterpret_cast<const uint2*>(chunk + index / 2)),
-            nvfp4_step((chunk + layout.block_scales())[index / kNvfp4Block],
-                       *reinterpret_cast<const float*>(chunk + layout.head_scale()))};
+    Raw raw{};
+    raw.codes = __ldcs(reinterpret_cast<const uint2*>(chunk + index / 2));
+    if constexpr (Format::kLowBits) {
+      raw.low_bits = reinterpret_cast<const uint16_t*>(chunk + layout.low_bits())[index / kBlock];
+    }
+    raw.step = block_step((chunk + layout.block_scales())[index / kBlock],
+                          *reinterpret_cast<const float*>(chunk + layout.head_scale()));
+    return raw;
   }
 
   __device__ static void unpack(const Raw& raw, float (&value)[kVec]) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
+      const uint32_t codes = (w < 2 ? raw.codes.x : raw.codes.y) >> w % 2 * 16;
       float part[4];
-      load_e2m1((w < 2 ? raw.codes.x : raw.codes.y) >> w % 2 * 16, part);
+      if constexpr (Format::kLowBits) {
+        load_e2m2(codes, raw.low_bits >> 4 * w, part);
+      } else {
+        load_e2m1(codes, part);
+      }
 #pragma unroll
       for (int v = 0; v < 4; ++v) value[4 * w + v] = mul_rn(part[v], raw.step);
     }
   }
 };
+template <>
+struct StatePart<Nvfp4Amax> : BlockPart<Nvfp4Amax> {};
+template <>
+struct StatePart<Nvfp4> : BlockPart<Nvfp4> {};
+template <>
+struct StatePart<E2m2> : BlockPart<E2m2> {};
 
 // What the output loop reads: pointers into shared memory, at the first record and the first token that count.
-template <typename Staged>
 struct OutputView {
-  const Staged* x;      // [records][x_stride], at the group's first row
+  const float* x;       // [records][x_stride], at the group's first row
   const float* weight;  // [records][w_stride]
   const float* C;       // [tokens][N]
   const float* decay;   // [tokens]
@@ -158,9 +160,9 @@ struct OutputView {
 };
 
 // y[u][i]: output of token first + u, row i of the group, without the skip connection; the same in all 8 lanes.
-template <int kTokens, int kRows, int kChunks, typename Stored, typename Staged>
-__device__ inline void evaluate(const typename StatePart<Stored>::Raw (&state)[kRows][kChunks],
-                                const OutputView<Staged>& view, int first, int lane, float (&y)[kTokens][kRows]) {
+template <int kTokens, int kRows, int kChunks, typename Stored>
+__device__ inline void evaluate(const typename StatePart<Stored>::Raw (&state)[kRows][kChunks], const OutputView& view,
+                                int first, int lane, float (&y)[kTokens][kRows]) {
   constexpr int kVec = StatePart<Stored>::kVec;
 #pragma unroll
   for (int u = 0; u < kTokens; ++u)
@@ -196,7 +198,7 @@ __device__ inline void evaluate(const typename StatePart<Stored>::Raw (&state)[k
   for (int j = lane; j < view.history + first + kTokens; j += kLanes) {
     float x[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) x[i] = static_cast<float>(view.x[j * view.x_stride + i]);
+    for (int i = 0; i < kRows; ++i) x[i] = view.x[j * view.x_stride + i];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
       if (j > view.history + first + u) continue;  // a later token is skipped, not multiplied by zero: it may be NaN
@@ -211,19 +213,17 @@ __device__ inline void evaluate(const typename StatePart<Stored>::Raw (&state)[k
     for (int i = 0; i < kRows; ++i) y[u][i] = group_sum(y[u][i]);
 }
 
-template <int kHeadDim, typename Stored, typename Staged>
+template <typename Stored>
 __global__ __launch_bounds__(kThreads,
-                             Tile<kHeadDim>::kCtasPerSm) void step_kernel(const __grid_constant__ ScanParams params) {
-  using Shape = Tile<kHeadDim>;
+                             Tile<0>::kCtasPerSm) void step_kernel(const __grid_constant__ ScanParams params) {
+  using Shape = Tile<0>;
   constexpr int kRows = Shape::kRows;
   constexpr int kVec = StatePart<Stored>::kVec;
   constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
   const Problem& problem = params.problem;
   const replayssm_scan_args& args = params.args;
-  const int P = Shape::kTuned ? kHeadDim : problem.geometry.head_dim;
-  const int N = Shape::kTuned ? kMaxStateDim : problem.geometry.state_dim;
-  const int H = problem.geometry.num_heads;
-  const int dtype = Shape::kTuned ? kDtypeOf<Staged> : problem.config.activation;
+  const int P = problem.geometry.head_dim, N = problem.geometry.state_dim, H = problem.geometry.num_heads;
+  const int dtype = problem.config.activation;
   const int row_index = blockIdx.x / H, head = blockIdx.x % H;
   const int tid = threadIdx.x, group = tid / kLanes, lane = tid % kLanes;
 
@@ -240,42 +240,24 @@ __global__ __launch_bounds__(kThreads,
   const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.flushed);
   const HeadSlot slot(problem, params.layer, row.slot, head);
 
-  // 1. The state.
-  typename StatePart<Stored>::Raw state[kRows][kChunks];
-  Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + group * kRows * N + lane * kVec;
-  auto load_state = [&](int first_row) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        state[i][c] = {};
-        if (!Shape::kTuned && (c * kLanes * kVec >= N || first_row + group * kRows >= P)) continue;
-        if (!stored_before) continue;
-        // Read once and by this thread only: leaves the L2 to the records.
-        if constexpr (StatePart<Stored>::kQuantised) {
-          const char* const chunk = problem.read_copy_head_bytes > 0 ? slot.read_copy : slot.checkpoint;
-          if (lane * kVec < N) {
-            state[i][c] = StatePart<Stored>::load(chunk, P, N, first_row + group * kRows + i, lane * kVec);
-          }
-        } else {
-          state[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec));
-        }
-      }
-  };
-  if constexpr (Shape::kTuned) load_state(0);
+  uint8_t column_scale = 0;  // of column tid
+  if constexpr (std::is_same_v<Stored, Nvfp4>) {
+    static_assert(kMaxStateDim <= kThreads);
+    if (stored_before && tid < N) column_scale = (slot.read_copy + BlockChunk<Nvfp4>{P, N}.column_scales())[tid];
+  }
 
-  // 2. Records and new tokens.
-  extern __shared__ __align__(16) char shared[];
-  const StepShared layout(P, N, problem.config.window + args.max_count, args.max_count, sizeof(Staged));
-  Staged* const x = reinterpret_cast<Staged*>(shared);
-  Staged* const B = reinterpret_cast<Staged*>(shared + layout.b);
-  float* const C = reinterpret_cast<float*>(shared + layout.c);
-  float* const weight = reinterpret_cast<float*>(shared + layout.w);
-  float* const delta = reinterpret_cast<float*>(shared + layout.delta);
-  float* const log_decay = reinterpret_cast<float*>(shared + layout.log_decay);
-  float* const fold_weight = reinterpret_cast<float*>(shared + layout.fold_weight);
-  float* const decay = reinterpret_cast<float*>(shared + layout.decay);
-  float* const fold_decay = reinterpret_cast<float*>(shared + layout.fold_decay);
+  // 1. Records and new tokens.
+  extern __shared__ __align__(16) float shared[];
+  const StepShared layout(P, N, problem.config.window + args.max_count, args.max_count);
+  float* const x = shared;
+  float* const B = shared + layout.b;
+  float* const C = shared + layout.c;
+  float* const weight = shared + layout.w;
+  float* const delta = shared + layout.delta;
+  float* const log_decay = shared + layout.log_decay;
+  float* const fold_weight = shared + layout.fold_weight;
+  float* const decay = shared + layout.decay;
+  float* const fold_decay = shared + layout.fold_decay;
 
   const int heads_per_group = H / problem.geometry.num_groups;
   const int state_group = head / heads_per_group;
@@ -287,23 +269,21 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll 1
   for (int item = tid; item < (h + T) * x_chunks; item += kThreads) {
     const int j = item / x_chunks, column = item % x_chunks * 8;
-    Staged* const target = x + j * layout.x_stride + column;
+    float* const target = x + j * layout.x_stride + column;
     if (j < h) {
       stage_chunk(target, slot.x_ring, dtype, ring_position(oldest, j, problem.ring_rows) * P + column, true);
     } else {
-      stage_chunk(target, args.x.data, dtype, x_start + (j - h) * args.x.stride[0] + column,
-                  Shape::kTuned || params.x_aligned);
+      stage_chunk(target, args.x.data, dtype, x_start + (j - h) * args.x.stride[0] + column, params.x_aligned);
     }
   }
 #pragma unroll 1
   for (int item = tid; item < (h + T) * n_chunks; item += kThreads) {
     const int j = item / n_chunks, column = item % n_chunks * 8;
-    Staged* const target = B + j * layout.b_stride + column;
+    float* const target = B + j * layout.b_stride + column;
     if (j < h) {
       stage_chunk(target, slot.b_ring, dtype, ring_position(oldest, j, problem.ring_rows) * N + column, true);
     } else {
-      stage_chunk(target, args.B.data, dtype, b_start + (j - h) * args.B.stride[0] + column,
-                  Shape::kTuned || params.b_aligned);
+      stage_chunk(target, args.B.data, dtype, b_start + (j - h) * args.B.stride[0] + column, params.b_aligned);
     }
   }
   // Step sizes: raw bits before C is converted, so that their loads overlap too.
@@ -321,8 +301,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll 1
   for (int item = tid; item < T * n_chunks; item += kThreads) {
     const int s = item / n_chunks, column = item % n_chunks * 8;
-    stage_chunk(C + s * N + column, args.C.data, dtype, c_start + s * args.C.stride[0] + column,
-                Shape::kTuned || params.c_aligned);
+    stage_chunk(C + s * N + column, args.C.data, dtype, c_start + s * args.C.stride[0] + column, params.c_aligned);
   }
   if (has_token) {
     step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
@@ -333,8 +312,6 @@ __global__ __launch_bounds__(kThreads,
     delta[tid] = step;
     log_decay[tid] = __fmul_rn(-expf(bits_to_float(rate_bits, args.A_log.dtype)), step);
   }
-  __pipeline_commit();
-  __pipeline_wait_prior(0);
   __syncthreads();
 
 #pragma unroll 1
@@ -352,7 +329,7 @@ __global__ __launch_bounds__(kThreads,
     }
   }
 
-  // 3. Weights. The records that outputs see start at `first`: a row that folds has no history afterwards.
+  // 2. Weights. The records that outputs see start at `first`: a row that folds has no history afterwards.
   const int first = fold ? h : 0;
   const int history = h - first;
   float* const output_weight = weight + first * layout.w_stride;
@@ -368,7 +345,7 @@ __global__ __launch_bounds__(kThreads,
     float b[kMaxStateDim / 32][4];
 #pragma unroll
     for (int c = 0; c < kMaxStateDim / 32; ++c) {
-      if (Shape::kTuned || c * 32 < N) load_shared<4>(B + (first + j) * layout.b_stride + c * 32 + lane * 4, b[c]);
+      if (c * 32 < N) load_shared<4>(B + (first + j) * layout.b_stride + c * 32 + lane * 4, b[c]);
     }
     for (int block = 0; block < T; block += kLanes) {  // lane k keeps the product with token block + k
       const int end = min(block + kLanes, T);
@@ -377,7 +354,7 @@ __global__ __launch_bounds__(kThreads,
         float sum = 0.0f;
 #pragma unroll
         for (int c = 0; c < kMaxStateDim / 32; ++c) {
-          if (!Shape::kTuned && c * 32 >= N) break;
+          if (c * 32 >= N) break;
           float q[4];
           load_shared<4>(C + s * N + c * 32 + lane * 4, q);
 #pragma unroll
@@ -394,14 +371,34 @@ __global__ __launch_bounds__(kThreads,
     }
   }
   __syncthreads();
+  if constexpr (std::is_same_v<Stored, Nvfp4>) {  // nobody but the sums over S reads C any more
+    const float scale = e4m3_to_float(column_scale);
+    for (int s = 0; s < T && tid < N; ++s) C[s * N + tid] = __fmul_rn(scale, C[s * N + tid]);
+    __syncthreads();
+  }
 
   const float skip = args.D.data ? load_scalar(args.D.data, args.D.dtype, head) : 0.0f;
   for (int first_row = 0; first_row < P; first_row += Shape::kBlockRows) {
     const int p = first_row + group * kRows;
-    if constexpr (!Shape::kTuned) {
-      if (p >= P) break;
-      load_state(first_row);
-    }
+    if (p >= P) break;
+
+    // 3. The state.
+    typename StatePart<Stored>::Raw state[kRows][kChunks];
+    Stored* const checkpoint = reinterpret_cast<Stored*>(slot.checkpoint) + p * N + lane * kVec;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        state[i][c] = {};
+        if (!stored_before || (c * kLanes + lane) * kVec >= N) continue;
+        // Read once and by this thread only: leaves the L2 to the records.
+        if constexpr (StatePart<Stored>::kQuantised) {
+          const char* const chunk = problem.read_copy_head_bytes > 0 ? slot.read_copy : slot.checkpoint;
+          state[i][c] = StatePart<Stored>::load(chunk, P, N, p + i, lane * kVec);
+        } else {
+          state[i][c] = __ldcs(reinterpret_cast<const uint4*>(checkpoint + i * N + c * kLanes * kVec));
+        }
+      }
 
     // 4. Flush.
     if constexpr (!StatePart<Stored>::kQuantised) {
@@ -419,32 +416,32 @@ __global__ __launch_bounds__(kThreads,
         for (int i = 0; i < kRows; ++i)
 #pragma unroll
           for (int c = 0; c < kChunks; ++c) {
-            if (!Shape::kTuned && c * kLanes * kVec >= N) break;
+            if (c * kLanes * kVec >= N) break;
             state[i][c] = pack_plain<Stored>(owner, key, p + i, (c * kLanes + lane) * kVec, folded[i][c]);
             finite = finite && is_finite<Stored>(state[i][c]);
-            *reinterpret_cast<uint4*>(checkpoint + (first_row + i) * N + c * kLanes * kVec) = state[i][c];
+            *reinterpret_cast<uint4*>(checkpoint + i * N + c * kLanes * kVec) = state[i][c];
           }
         if (!finite) report_not_finite(params.error, H, params.layer.layer);
       }
     }
 
     // 5. Outputs. Lane i stores row i of the group: the lanes of a warp fill one run of rows.
-    const OutputView<Staged> view{x + first * layout.x_stride + p,
-                                  output_weight,
-                                  C,
-                                  decay,
-                                  layout.x_stride,
-                                  layout.w_stride,
-                                  N,
-                                  history,
-                                  stored_before || fold};
+    const OutputView view{x + first * layout.x_stride + p,
+                          output_weight,
+                          C,
+                          decay,
+                          layout.x_stride,
+                          layout.w_stride,
+                          N,
+                          history,
+                          stored_before || fold};
     auto store_output = [&](int s, const float (&y)[kRows]) {
       float value = 0.0f;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         if (lane == i) value = y[i];
       if (lane >= kRows) return;
-      if (args.D.data) value = fmaf(skip, static_cast<float>(x[(h + s) * layout.x_stride + p + lane]), value);
+      if (args.D.data) value = fmaf(skip, x[(h + s) * layout.x_stride + p + lane], value);
       store_scalar(
           args.out.data, dtype,
           (static_cast<int64_t>(row.first_token) + s) * args.out.stride[0] + head * args.out.stride[1] + p + lane,
@@ -465,33 +462,21 @@ __global__ __launch_bounds__(kThreads,
   }
 }
 
-using StepKernel = void(ScanParams);
-struct StepChoice {
-  StepKernel* kernel;
-  int element;  // bytes of a staged x or B
-};
-
-template <typename Stored>
-StepChoice choose_step(int tuned_head_dim, int activation) {
-  if constexpr (!StatePart<Stored>::kQuantised) {
-    const bool bf16 = activation == REPLAYSSM_BF16;
-    switch (tuned_head_dim) {
-      case 64:
-        return {bf16 ? step_kernel<64, Stored, __nv_bfloat16> : step_kernel<64, Stored, __half>, 2};
-      case 80:
-        return {bf16 ? step_kernel<80, Stored, __nv_bfloat16> : step_kernel<80, Stored, __half>, 2};
-    }
-  }
-  return {step_kernel<0, Stored, float>, 4};
-}
-
 // Calls f with a value of the type of StatePart that steps read: of the read copy if there is one.
 template <typename F>
 auto with_read_format(const replayssm_config& config, F&& f) {
-  if (config.read_copy == REPLAYSSM_READ_COPY_NVFP4 || config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4) {
-    return f(Nvfp4());
+  switch (config.read_copy) {
+    case REPLAYSSM_READ_COPY_FP8:
+      return f(Fp8());
+    case REPLAYSSM_READ_COPY_NVFP4:
+      return f(Nvfp4());
+    case REPLAYSSM_READ_COPY_NVFP4_AMAX:
+      return f(Nvfp4Amax());
+    case REPLAYSSM_READ_COPY_E2M2:
+      return f(E2m2());
   }
-  if (config.read_copy == REPLAYSSM_READ_COPY_FP8 || config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR) return f(Fp8());
+  if (config.checkpoint == REPLAYSSM_CHECKPOINT_NVFP4) return f(Nvfp4Amax());
+  if (config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR) return f(Fp8());
   return with_checkpoint(config.checkpoint, f);
 }
 
@@ -501,6 +486,9 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
                       bool flushed) {
   if (rows == 0) return REPLAYSSM_OK;
+  if (has_step_mma(problem)) {
+    return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
+  }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
   // own, and the rows that flushed read what it left in the L2.
   const bool quantised =
@@ -511,34 +499,31 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
     if (status != REPLAYSSM_OK) return status;
   }
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || quantised);
-  const int head_dim = tuned_head_dim(params);
-  const StepChoice choice = with_read_format(
-      problem.config, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, problem.config.activation); });
   const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
-                          args.max_count, choice.element);
-  return launch("step", choice.kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, shared.bytes,
-                exec, params);
+                          args.max_count);
+  return with_read_format(problem.config, [&](auto stored) {
+    return launch("step", step_kernel<decltype(stored)>, static_cast<int64_t>(rows) * problem.geometry.num_heads,
+                  kThreads, shared.bytes, exec, params);
+  });
 }
 
 cudaError_t load_step_kernels() {
+  cudaError_t error = load_step_mma_kernels();
   replayssm_config config{};
-  for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4}) {
+  for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4,
+                        REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {
     for (int checkpoint : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
       config.read_copy = read_copy, config.checkpoint = checkpoint;
-      for (int head_dim : {0, 64, 80}) {
-        for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-          const StepChoice choice = with_read_format(
-              config, [&](auto stored) { return choose_step<decltype(stored)>(head_dim, activation); });
-          cudaError_t error = load_kernel(choice.kernel);
-          if (error == cudaSuccess) {
-            error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-          }
-          if (error != cudaSuccess) return error;
-        }
-      }
+      if (error != cudaSuccess) return error;
+      error = with_read_format(config, [](auto stored) {
+        auto* const kernel = step_kernel<decltype(stored)>;
+        const cudaError_t loaded = load_kernel(kernel);
+        if (loaded != cudaSuccess) return loaded;
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+      });
     }
   }
-  return cudaSuccess;
+  return error;
 }
 
 }  // namespace cuda

@@ -11,6 +11,9 @@
 
 namespace replayssm::host {
 
+constexpr int32_t kMaxHeadDim = 128;
+constexpr int32_t kMaxStateDim = 128;
+
 // The random bits of one write of one head.
 struct Rounding {
   RoundingKey key;
@@ -83,41 +86,109 @@ inline void load_fp8(const char* chunk, int32_t P, int32_t N, float* state) {
   }
 }
 
-// ---- NVFP4: E2M1 codes [P,N/2] | block scales [P,N/16] | head scale | zeros
-// ------------------------------------------
+// ---- block scales: the parts of BlockChunk, then zeros -------------------------------------------------------------
 
-inline bool store_nvfp4(const float* state, int32_t P, int32_t N, char* chunk) {
-  const Nvfp4Chunk lies{P, N};
-  const uint32_t amax = amax_bits(state, int64_t{P} * N);
-  const float head_scale = nvfp4_head_scale(amax);
-  auto* codes = reinterpret_cast<uint8_t*>(chunk);
-  auto* block_scales = reinterpret_cast<uint8_t*>(chunk + lies.block_scales());
-  for (int64_t block = 0; block < int64_t{P} * N / kNvfp4Block; ++block, state += kNvfp4Block) {
-    block_scales[block] = nvfp4_block_scale(amax_bits(state, kNvfp4Block), head_scale);
-    const float step = nvfp4_step(block_scales[block], head_scale);
-    for (int32_t n = 0; n < kNvfp4Block; n += 2) {
-      const uint32_t even = float_to_e2m1(scaled_down(state[n], step));
-      const uint32_t odd = float_to_e2m1(scaled_down(state[n + 1], step));
-      *codes++ = static_cast<uint8_t>(odd << 4 | even);
-    }
+template <typename Format>
+void store_codes(const uint32_t (&codes)[kBlock], const BlockChunk<Format>& lies, int64_t block, char* chunk) {
+  constexpr uint32_t kLow = Format::kLowBits ? 1 : 0;
+  for (int32_t n = 0; n < kBlock; n += 2) {
+    chunk[(block * kBlock + n) / 2] = static_cast<char>(codes[n + 1] >> kLow << 4 | codes[n] >> kLow);
   }
+  if (!Format::kLowBits) return;
+  uint32_t bits = 0;
+  for (int32_t n = 0; n < kBlock; ++n) bits |= (codes[n] & 1u) << n;
+  chunk[lies.low_bits() + 2 * block] = static_cast<char>(bits);
+  chunk[lies.low_bits() + 2 * block + 1] = static_cast<char>(bits >> 8);
+}
+
+template <typename Format>
+void store_head_scale(float head_scale, const BlockChunk<Format>& lies, char* chunk) {
   std::memcpy(chunk + lies.head_scale(), &head_scale, sizeof(head_scale));
   std::memset(chunk + lies.head_scale() + 4, 0, lies.bytes() - lies.head_scale() - 4);
+}
+
+inline bool store_nvfp4_amax(const float* state, int32_t P, int32_t N, char* chunk) {
+  const BlockChunk<Nvfp4Amax> lies{P, N};
+  const uint32_t amax = amax_bits(state, int64_t{P} * N);
+  const float head_scale = Nvfp4Amax::head_scale(amax);
+  auto* block_scales = reinterpret_cast<uint8_t*>(chunk + lies.block_scales());
+  for (int64_t block = 0; block < lies.blocks(); ++block, state += kBlock) {
+    block_scales[block] = Nvfp4Amax::block_scale(amax_bits(state, kBlock), head_scale);
+    const float step = block_step(block_scales[block], head_scale);
+    uint32_t codes[kBlock];
+    for (int32_t n = 0; n < kBlock; ++n) codes[n] = float_to_e2m1(scaled_down(state[n], step));
+    store_codes(codes, lies, block, chunk);
+  }
+  store_head_scale(head_scale, lies, chunk);
   return amax < kInfinityBits;
 }
 
-inline void load_nvfp4(const char* chunk, int32_t P, int32_t N, float* state) {
-  const Nvfp4Chunk lies{P, N};
+// The E4M3 code of the best scale for the block u.
+template <typename Format>
+uint8_t best_scale(const float (&u)[kBlock / 4][4], float head_scale, int32_t candidates) {
+  const uint32_t amax = amax_bits(u[0], kBlock);
+  uint8_t best = 0;
+  float least = 0.0f;
+  for (int32_t candidate = 0; candidate < candidates; ++candidate) {
+    const uint8_t code = searched_scale<Format>(amax, head_scale, candidate);
+    const float scale = e4m3_to_float(code), inverse = inverse_of(scale);
+    const float sum = add_rn(add_rn(squared_distance<Format>(u[0], inverse), squared_distance<Format>(u[1], inverse)),
+                             add_rn(squared_distance<Format>(u[2], inverse), squared_distance<Format>(u[3], inverse)));
+    const float error = mul_rn(mul_rn(sum, scale), scale);
+    if (candidate == 0 || error < least) best = code, least = error;
+  }
+  return best;
+}
+
+// Nvfp4 and E2m2.
+template <typename Format>
+bool store_searched(const float* state, int32_t P, int32_t N, char* chunk) {
+  const BlockChunk<Format> lies{P, N};
+  const uint32_t amax = amax_bits(state, int64_t{P} * N);
+  const float head_scale = Format::head_scale(amax);
+  float inverse[kMaxStateDim];  // of the column scales
+  for (int32_t n = 0; n < N; ++n) {
+    inverse[n] = 1.0f;
+    if (!Format::kColumnScales) continue;
+    uint32_t column_amax = 0;
+    for (int32_t p = 0; p < P; ++p) column_amax = std::max(column_amax, magnitude_bits(state[p * N + n]));
+    const uint8_t scale = column_scale(column_amax, amax, head_scale);
+    chunk[lies.column_scales() + n] = static_cast<char>(scale);
+    inverse[n] = inverse_of(e4m3_to_float(scale));
+  }
+  for (int64_t block = 0; block < lies.blocks(); ++block, state += kBlock) {
+    float u[kBlock / 4][4];
+    for (int32_t n = 0; n < kBlock; ++n) {
+      u[n / 4][n % 4] = in_head_units(state[n], head_scale, inverse[block * kBlock % N + n]);
+    }
+    const uint8_t scale = best_scale<Format>(u, head_scale, candidates_of(amax));
+    chunk[lies.block_scales() + block] = static_cast<char>(scale);
+    const float inverse_scale = inverse_of(e4m3_to_float(scale));
+    uint32_t codes[kBlock];
+    for (int32_t n = 0; n < kBlock; ++n) codes[n] = Format::code(mul_rn(u[n / 4][n % 4], inverse_scale));
+    store_codes(codes, lies, block, chunk);
+  }
+  store_head_scale(head_scale, lies, chunk);
+  return amax < kInfinityBits;
+}
+
+// All formats of block scales.
+template <typename Format>
+void load_blocks(const char* chunk, int32_t P, int32_t N, float* state) {
+  const BlockChunk<Format> lies{P, N};
+  const auto* bytes = reinterpret_cast<const uint8_t*>(chunk);
   float head_scale;
   std::memcpy(&head_scale, chunk + lies.head_scale(), sizeof(head_scale));
-  const auto* codes = reinterpret_cast<const uint8_t*>(chunk);
-  const auto* block_scales = reinterpret_cast<const uint8_t*>(chunk + lies.block_scales());
-  for (int64_t block = 0; block < int64_t{P} * N / kNvfp4Block; ++block) {
-    const float step = nvfp4_step(block_scales[block], head_scale);
-    for (int32_t n = 0; n < kNvfp4Block; n += 2) {
-      const uint32_t pair = *codes++;
-      *state++ = mul_rn(e2m1_to_float(pair & 15u), step);
-      *state++ = mul_rn(e2m1_to_float(pair >> 4), step);
+  for (int64_t block = 0; block < lies.blocks(); ++block) {
+    const float step = block_step(bytes[lies.block_scales() + block], head_scale);
+    for (int32_t n = 0; n < kBlock; ++n) {
+      uint32_t code = bytes[(block * kBlock + n) / 2] >> 4 * (n % 2) & 15u;
+      if (Format::kLowBits) code = code << 1 | (bytes[lies.low_bits() + 2 * block + n / 8] >> n % 8 & 1u);
+      float value = mul_rn(Format::value(code), step);
+      if (Format::kColumnScales) {
+        value = mul_rn(value, e4m3_to_float(bytes[lies.column_scales() + block * kBlock % N + n]));
+      }
+      *state++ = value;
     }
   }
 }

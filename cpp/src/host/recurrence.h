@@ -12,8 +12,6 @@
 
 namespace replayssm::host {
 
-constexpr int32_t kMaxHeadDim = 128;
-constexpr int32_t kMaxStateDim = 128;
 constexpr int32_t kMaxRecords = REPLAYSSM_MAX_WINDOW + REPLAYSSM_MAX_STEP_TOKENS;
 
 // Where one head of one slot lies.
@@ -85,14 +83,14 @@ inline void load_state(const HeadSlot& head, const char* stored, float* state) {
   const replayssm_geometry& g = head.problem.geometry;
   const int32_t format = head.problem.config.checkpoint;
   if (format == REPLAYSSM_CHECKPOINT_FP8_SR) return load_fp8(stored, g.head_dim, g.state_dim, state);
-  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return load_nvfp4(stored, g.head_dim, g.state_dim, state);
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return load_blocks<Nvfp4Amax>(stored, g.head_dim, g.state_dim, state);
   load_row(stored, checkpoint_dtype(format), head.state_size(), state);
 }
 
 inline bool store_state(const HeadSlot& head, uint64_t stream, int64_t writes, const float* state, char* stored) {
   const replayssm_geometry& g = head.problem.geometry;
   const int32_t format = head.problem.config.checkpoint;
-  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return store_nvfp4(state, g.head_dim, g.state_dim, stored);
+  if (format == REPLAYSSM_CHECKPOINT_NVFP4) return store_nvfp4_amax(state, g.head_dim, g.state_dim, stored);
   if (format == REPLAYSSM_CHECKPOINT_FP16_SR || format == REPLAYSSM_CHECKPOINT_FP8_SR) {
     const int32_t global_head = head.layer.first_head + head.head;
     const Rounding rounding{rounding_key(head.problem.config.seed, stream, head.layer.layer, global_head), writes};
@@ -114,28 +112,44 @@ inline void load_checkpoint(const HeadSlot& head, bool empty, float* state) {
 // state = what steps read: the read copy, if there is one.
 inline void load_for_step(const HeadSlot& head, bool empty, float* state) {
   const replayssm_geometry& g = head.problem.geometry;
-  const int32_t format = head.problem.config.read_copy;
-  if (empty || format == REPLAYSSM_READ_COPY_NONE) {
-    load_checkpoint(head, empty, state);
-  } else if (format == REPLAYSSM_READ_COPY_FP8) {
-    load_fp8(head.read_copy(), g.head_dim, g.state_dim, state);
-  } else {
-    load_nvfp4(head.read_copy(), g.head_dim, g.state_dim, state);
+  const int32_t P = g.head_dim, N = g.state_dim;
+  if (empty) return load_checkpoint(head, true, state);
+  switch (head.problem.config.read_copy) {
+    case REPLAYSSM_READ_COPY_FP8:
+      return load_fp8(head.read_copy(), P, N, state);
+    case REPLAYSSM_READ_COPY_NVFP4:
+      return load_blocks<Nvfp4>(head.read_copy(), P, N, state);
+    case REPLAYSSM_READ_COPY_NVFP4_AMAX:
+      return load_blocks<Nvfp4Amax>(head.read_copy(), P, N, state);
+    case REPLAYSSM_READ_COPY_E2M2:
+      return load_blocks<E2m2>(head.read_copy(), P, N, state);
+    default:
+      return load_checkpoint(head, false, state);
+  }
+}
+
+// Writes the read copy, if there is one; returns whether it is finite as stored.
+inline bool store_read_copy(const HeadSlot& head, const float* state) {
+  const replayssm_geometry& g = head.problem.geometry;
+  const int32_t P = g.head_dim, N = g.state_dim;
+  switch (head.problem.config.read_copy) {
+    case REPLAYSSM_READ_COPY_FP8:
+      return store_fp8(state, P, N, nullptr, head.read_copy());
+    case REPLAYSSM_READ_COPY_NVFP4:
+      return store_searched<Nvfp4>(state, P, N, head.read_copy());
+    case REPLAYSSM_READ_COPY_NVFP4_AMAX:
+      return store_nvfp4_amax(state, P, N, head.read_copy());
+    case REPLAYSSM_READ_COPY_E2M2:
+      return store_searched<E2m2>(state, P, N, head.read_copy());
+    default:
+      return true;
   }
 }
 
 // Writes checkpoint and read copy; returns whether both are finite as stored.
 inline bool write_state(const HeadSlot& head, uint64_t stream, int64_t writes, const float* state) {
-  const replayssm_geometry& g = head.problem.geometry;
-  const int32_t format = head.problem.config.read_copy;
   const bool finite = store_state(head, stream, writes, state, head.checkpoint());
-  if (format == REPLAYSSM_READ_COPY_FP8) {
-    return store_fp8(state, g.head_dim, g.state_dim, nullptr, head.read_copy()) && finite;
-  }
-  if (format == REPLAYSSM_READ_COPY_NVFP4) {
-    return store_nvfp4(state, g.head_dim, g.state_dim, head.read_copy()) && finite;
-  }
-  return finite;
+  return store_read_copy(head, state) && finite;
 }
 
 // state = exp(e(0,h)) state + sum_j exp(e(j,h)) delta_j x_j (outer) B_j over the last `history` records before

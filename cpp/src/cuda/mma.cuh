@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, fold.cu), and the instructions
+// that it takes:
+//
+//     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
+//
+// A warp works on a slice, 16 rows of one head. Lane (g, t) = (lane / 4, lane mod 4) has rows 2g and 2g + 1 and, of
+// every block of columns, the t-th kVec: the order of a product's columns is free, so that what vector loads bring is
+// the operand, and the sum lies where the state does. The sum over 8 records is formed by mma.m16n8k8 in TF32, B exact
+// and weight times x split in two, and added to the state by one rounding. Records are newest first. A sum's order
+// depends on h alone: the same records give the same bits in both files.
+#pragma once
+
+#include "common.cuh"
+
+namespace replayssm {
+namespace cuda {
+
+constexpr int kSliceWidth = 16;             // rows of the state in a slice
+constexpr int kStride = kMaxStateDim + 16;  // elements from row to row of staged B and C: 288 bytes, so that the rows
+                                            // of four lanes lie in different banks
+
+__host__ __device__ constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+// d += a b of 16x8 and 8x8 values. a: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b: (t, g), (t + 4, g); d: (g,
+// 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). The tensor cores ignore the 13 low bits of a and b.
+__device__ inline void multiply_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// value = high + low, high exact in TF32. `mask` is kTf32Mask; if the compiler knew, it would drop the masking of what
+// goes to the tensor cores, and move every value to its operand's registers instead.
+constexpr uint32_t kTf32Mask = 0xffffe000u;
+template <int kCount>
+__device__ inline void split(const float (&value)[kCount], uint32_t mask, float (&high)[kCount], float (&low)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    high[i] = __uint_as_float(__float_as_uint(value[i]) & mask);
+    low[i] = __fsub_rn(value[i], high[i]);
+  }
+}
+
+// Sum of the values of the lanes up to this one. Lane i's bits depend on the lanes up to i only.
+__device__ inline float sum_up_to_lane(float value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value = __fadd_rn(value, other);
+  }
+  return value;
+}
+
+// weight[i] = delta_i exp(e(i, h)) of h records, newest first, and 0 from h to a multiple of 32; returns exp(e(0, h)).
+// Exponents are sums from the newest record backwards. For a whole warp.
+__device__ inline float weigh_history(const float* delta, float A, int h, int lane, float* weight) {
+  float total = 0.0f;
+#pragma unroll 1
+  for (int i = lane; i < round_up(h, 32) + lane; i += 32) {
+    const float step = i < h ? delta[i] : 0.0f;
+    const float sum = sum_up_to_lane(__fmul_rn(A, step), lane);
+    const float newer = __shfl_up_sync(~0u, sum, 1);
+    weight[i] = __fmul_rn(step, expf(lane == 0 ? total : __fadd_rn(total, newer)));
+    total = __fadd_rn(total, __shfl_sync(~0u, sum, 31));
+  }
+  return expf(total);
+}
+
+// Of kVec staged values those at even (odd = 0) or odd places.
+template <int kVec, typename Staged>
+__device__ inline void pick_columns(const Staged* source, int odd, float (&value)[kVec / 2]) {
+  uint32_t word[kVec / 2];
+  if constexpr (kVec == 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(source);
+    word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+  } else {
+    const uint2 v = *reinterpret_cast<const uint2*>(source);
+    word[0] = v.x, word[1] = v.y;
+  }
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) {
+    if constexpr (std::is_same_v<Staged, __nv_bfloat16>) {
+      value[i] = __uint_as_float(__byte_perm(word[i], 0, odd ? 0x3244 : 0x1044));
+    } else {
+      value[i] = unpack_pair<Staged>(word[i] >> (16 * odd)).x;
+    }
+  }
+}
+
+// state <- decay state + sum_i weight_i x_i (outer) B_i over h records, for kPart blocks of 4 lanes' kVec columns of a
+// slice. x: the lane's rows of record 0, records kSliceWidth apart; B: record 0 at the first of the blocks, records
+// kStride apart. From record h to a multiple of 8 all three hold zeros.
+template <int kPart, int kVec, typename Staged>
+__device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged* x, const Staged* B,
+                                   const float* weight, float decay, int h, int lane, uint32_t mask) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int first = 0; first < h; first += 8) {
+    float scaled[4], high[4], low[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int record = first + half * 4 + t;
+      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * kSliceWidth));
+      const float v = weight[record];
+      scaled[2 * half] = __fmul_rn(v, pair.x);
+      scaled[2 * half + 1] = __fmul_rn(v, pair.y);
+    }
+    split(scaled, mask, high, low);
+    const Staged* const source = B + (first + t) * kStride + g / 2 * kVec;
+#pragma unroll
+    for (int b = 0; b < kPart; ++b) {
+      // Product i / 2 takes columns i and i + 1 of every lane's part; lane (g, t) brings those of t' = g / 2.
+      float columns[2][kVec / 2];
+      pick_columns<kVec>(source + b * 4 * kVec, g % 2, columns[0]);
+      pick_columns<kVec>(source + b * 4 * kVec + 4 * kStride, g % 2, columns[1]);
+#pragma unroll
+      for (int i = 0; i < kVec; i += 2) {
+        float sum[4] = {};
+        const float pair[2] = {columns[0][i / 2], columns[1][i / 2]};
+        multiply_tf32(sum, low, pair);
+        multiply_tf32(sum, high, pair);
+        state[0][b][i] = fmaf(decay, state[0][b][i], sum[0]);
+        state[0][b][i + 1] = fmaf(decay, state[0][b][i + 1], sum[1]);
+        state[1][b][i] = fmaf(decay, state[1][b][i], sum[2]);
+        state[1][b][i + 1] = fmaf(decay, state[1][b][i + 1], sum[3]);
+      }
+    }
+    decay = 1.0f;
+  }
+}
+
+}  // namespace cuda
+}  // namespace replayssm

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trtllm-replayssm eval drift` and `eval plot`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+
+
+def add_commands(commands) -> None:
+    """Adds `eval` to the subparsers of the command line."""
+    evaluate = commands.add_parser("eval", help="measure what state formats do to a model")
+    measurements = evaluate.add_subparsers(required=True, metavar="MEASUREMENT")
+    drift = measurements.add_parser(
+        "drift",
+        help="KL divergence from FP32 states along given texts, and length of free-running answers",
+        description="Compares configurations with FP32 states token by token along given texts. Called again after an "
+        "interruption, it goes on with the configuration it was in. Writes drift.json and drift.png.",
+    )
+    drift.set_defaults(run=_drift)
+    drift.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
+    drift.add_argument("--text", required=True, nargs="+", metavar="FILE", help="UTF-8 text that rows are cut from")
+    drift.add_argument(
+        "--configs",
+        required=True,
+        nargs="+",
+        metavar="CHECKPOINT:READ_COPY",
+        help="state formats, such as fp32:nvfp4 fp16_sr:nvfp4 nvfp4:none",
+    )
+    drift.add_argument("--output", required=True, metavar="DIR", help="folder of the run")
+    for name, default, meaning in (
+        ("rows", 8, "different texts"),
+        ("tokens", 4096, "tokens of each"),
+        ("window", 16, "tokens between state writes"),
+        ("step-tokens", 16, "tokens brought together; divides the window: 1 gives the same flushes, slowly"),
+        ("generate", 0, "also continue each text's beginning greedily by so many tokens"),
+        ("prompt", 64, "tokens of that beginning"),
+        ("decay-tokens", 4096, "tokens of each text that the heads' decays are measured on"),
+        ("seed", 0, "of stochastic rounding"),
+    ):
+        drift.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; default: %(default)s")
+    drift.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
+    drift.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="default: %(default)s"
+    )
+    drift.add_argument("--commit", default="unknown", metavar="ID", help="commit to record")
+    drift.add_argument("--no-plot", action="store_true", help="no drift.png, for a machine without matplotlib")
+    drift.add_argument("--json", action="store_true", help="print drift.json's content instead of a table")
+
+    plot = measurements.add_parser("plot", help="draw drift.png from the drift.json of a run")
+    plot.set_defaults(run=_plot)
+    plot.add_argument("folder", metavar="DIR", help="folder of the run")
+
+
+def _drift(options) -> int:
+    import torch
+
+    from ..runtime.engine import pick_device
+    from .decays import measure_decays
+    from .drift import Drift, Settings, write_atomically
+    from .generation import compare_texts
+    from .plot import matplotlib
+
+    if not options.no_plot:
+        matplotlib()  # missing: rather now than after the run
+    device = pick_device(options.device)
+    files = tuple(map(Path, options.text))
+    settings = Settings(
+        Path(options.checkpoint),
+        files,
+        **{
+            name: getattr(options, name)
+            for name in ("rows", "tokens", "window", "step_tokens", "dtype", "seed", "generate", "prompt")
+        },
+    )
+    folder = Path(options.output)
+    run = Drift(settings, options.configs, folder, device, progress=sys.stderr.isatty())
+    results = run.run()
+    decays = measure_decays(run.subject, run.tokens[:, : options.decay_tokens], settings.window)
+    about = {
+        "bench": "drift",
+        "model": settings.checkpoint.resolve().name,
+        "texts": [file.name for file in files],
+        "tokens": settings.tokens,
+        "window": settings.window,
+        "step_tokens": settings.step_tokens,
+        "activation": settings.dtype,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "device": device.type,
+        "date": datetime.date.today().isoformat(),
+        "commit": options.commit,
+        "command": shlex.join(["trtllm-replayssm", *_portable(sys.argv[1:])]),
+    }
+    records = []
+    for name, result in results.items():
+        checkpoint, read_copy = name.split(":")
+        record = about | {"checkpoint": checkpoint, "read_copy": read_copy, **result.summary()}
+        if result.generated is not None:
+            stop = run.subject.config.stop_tokens
+            record["generation"] = compare_texts(result.generated, result.reference_generated, stop)
+        records.append(record)
+    report = {"records": records, "decays": decays}
+    write_atomically(folder / "drift.json", (json.dumps(report, indent=1) + "\n").encode())
+    if not options.no_plot:
+        _draw(folder, report)
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print(records, decays)
+    return 0
+
+
+def _plot(options) -> int:
+    folder = Path(options.folder)
+    file = folder / "drift.json"
+    try:
+        report = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not the JSON of a run: {error}") from None
+    if not isinstance(report, dict) or not report.get("records"):
+        raise ValueError(f"{file}: expected the JSON of a run, found no 'records'")
+    _draw(folder, report)
+    return 0
+
+
+def _draw(folder: Path, report: dict) -> None:
+    from .drift import write_atomically
+    from .plot import draw
+
+    first = report["records"][0]
+    title = f"{first['model']}: {first['rows']} texts, window {first['window']}, {first['activation']}"
+    write_atomically(folder / "drift.png", draw({_name(record): record for record in report["records"]}, title))
+
+
+def _portable(arguments: list[str]) -> list[str]:
+    """The arguments with absolute paths cut down to their last part, for a record that others read."""
+    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+
+
+def _print(records: list[dict], decays: dict) -> None:
+    tokens = records[0]["tokens"]
+    print(f"{'':18}{f'KL at the end of {tokens} tokens':>40}{'change over last half':>34}{'same top-1':>12}{'loss':>9}")
+    for record in records:
+        low, high = record["kl_end_interval"]
+        left, right = record["slope_last_half_interval"]
+        end = f"{record['kl_end']:.3g} ({low:.3g} … {high:.3g})"
+        change = f"{record['slope_last_half']:+.2g} ({left:+.2g} … {right:+.2g})"
+        print(f"{_name(record):18}{end:>40}{change:>34}{record['top1']:12.2%}{record['loss']:9.4f}")
+    print(f"FP32 states: loss {records[0]['reference_loss']:.4f}")
+    if "generation" in records[0]:
+        print(f"\nGreedy continuations, {records[0]['generation']['tokens']} tokens at most; FP32 states in brackets")
+        if not records[0]["generation"]["has_stop_token"]:
+            print("(the model has no stop token: every text has full length; agreement and repetition remain)")
+        for record in records:
+            g = record["generation"]
+            print(
+                f"{_name(record):18}length {g['length']:.0f} ({g['reference_length']:.0f}), "
+                f"unfinished {g['unfinished']:.0%} ({g['reference_unfinished']:.0%}), equal for {g['agreement']:.0f}, "
+                f"repeated {g['repeated']:.0%} ({g['reference_repeated']:.0%})"
+            )
+    print(
+        "\nBy the heads' decays per window, a checkpoint that is quantised at every flush should cost "
+        f"{decays['predicted_ratio']:.2f} times\nthe KL of a read copy of its format:"
+    )
+    for layer, heads in enumerate(decays["decay"]):
+        print(f"  Mamba layer {layer}: {' '.join(f'{decay:.3f}' for decay in heads)}")
+
+
+def _name(record: dict) -> str:
+    return f"{record['checkpoint']}:{record['read_copy']}"
