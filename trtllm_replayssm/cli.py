@@ -19,7 +19,8 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from .evaluation.command import add_commands
+from .builder import command as engines
+from .evaluation import command as evaluation
 
 PROMPTS = (
     "In the beginning God created",
@@ -115,44 +116,9 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="a text's bits do not depend on the other texts, and 16-bit dtypes round less (slower)",
         )
-    build = commands.add_parser("build", help="make a TensorRT engine with ReplaySSM plugins; needs no GPU")
-    build.set_defaults(run=_build)
-    source = build.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", metavar="DIR", help="nemotron_h checkpoint directory")
-    source.add_argument("--from", dest="source", metavar="DIR", help="an engine folder, whose plans are made anew")
-    build.add_argument("--output", required=True, metavar="DIR", help="the engine folder to make")
-    build.add_argument("--max-batch", type=int, metavar="N", help="rows of a step, and slots; default: 8")
-    build.add_argument("--max-seq-len", type=int, metavar="N", help="most tokens of a sequence; default: 4096")
-    build.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 0..15; default: 0")
-    build.add_argument("--max-prefill-tokens", type=int, metavar="N", help="most tokens of a chunk; default: 512")
-    build.add_argument("--window", type=window, metavar="N", help="as for generate")
-    build.add_argument("--checkpoint-format", metavar="FORMAT", help="as for generate")
-    build.add_argument("--read-copy", metavar="FORMAT", help="as for generate")
-    build.add_argument("--seed", type=int, metavar="N", help="of stochastic rounding; default: 0")
-    build.add_argument("--dtype", metavar="DTYPE", help="bfloat16 (default) or float16")
-    build.add_argument("--state-io", metavar="MODE", help="alias (default), same_pointer or host_pointer")
-    build.add_argument(
-        "--trt-attention",
-        action="store_true",
-        default=None,
-        help="TensorRT 11's attention node, which reads no more of the KV cache than there is; never run on a GPU",
-    )
-    build.add_argument(
-        "--allow-dense-moe", action="store_true", default=None, help="evaluate every expert of layers with more than 16"
-    )
-    build.add_argument(
-        "--target", action="append", default=[], metavar="SM", help="SM86, SM120 …: RTX GPUs to compile for; repeatable"
-    )
-    build.add_argument("--timing-cache", metavar="FILE", help="kernel timings to begin with and to add to")
-
-    inspect = commands.add_parser("inspect", help="what an engine folder holds, and how many sequences fit")
-    inspect.set_defaults(run=_inspect)
-    inspect.add_argument("folder", metavar="DIR", help="what build made")
-    inspect.add_argument("--memory", metavar="SIZE", help="of a GPU, as in 80GB: how many sequences fit")
-    inspect.add_argument("--layers", action="store_true", help="every layer with its nodes")
-
-    add_commands(commands)
-    for command in (info, generate, demo, build, inspect):
+    engines.add_commands(commands, window)
+    evaluation.add_commands(commands)
+    for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -401,17 +367,6 @@ def _first_difference(engine, one, other, spacing: float) -> dict | None:
             limit = max(MARGIN[_dtype_name(engine)], spacing * abs(best[0]))
             return {"token": index, "margin": margin, "rounding": margin <= limit}
     return None
-
-
-# ---- build, inspect --------------------------------------------------------------------------------------------------
-
-
-def _build(options) -> int:
-    return importlib.import_module(".builder.commands", __package__).run_build(options)
-
-
-def _inspect(options) -> int:
-    return importlib.import_module(".builder.commands", __package__).run_inspect(options)
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------

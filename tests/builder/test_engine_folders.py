@@ -173,6 +173,7 @@ def test_plans_made_anew(engine, tmp_path):
     assert other == replace(one, plan=other.plan, files=other.files) and other.plan.targets == ("SM120",)
     assert other.files["weights.bin"] == one.files["weights.bin"]
     code, _, error = command("build", "--from", engine, "--output", tmp_path / "third", "--target", "SM100")
+    assert cache.stat().st_size > 0
     assert (code, list(tmp_path.glob("*third*"))) == (2, []) and "target: expected one of SM" in error
     code, _, error = command("build", "--from", engine, "--output", tmp_path / "third", "--seed", 1)
     assert code == 2 and "--seed: the engine folder of --from says that already" in error
@@ -304,26 +305,46 @@ def test_dtype_without_attention(tmp_path):
         build(TINY, tmp_path / "engine", replace(SMALL_ENGINE, dtype="float32"))
 
 
+def child(code, *arguments):
+    """Runs Python in a process of its own: exit code, stdout, stderr."""
+    code = "import json, sys; from pathlib import Path; from trtllm_replayssm.builder import *; " + code
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
 @needs_rtx
 def test_cache_rows_are_those_of_the_batch(tmp_path):
     """A cache of other rows builds without complaint: the builder must refuse it."""
-    code, error = spoilt_cache(tmp_path)
+    export(TINY, tmp_path, SMALL_ENGINE)
+    model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        if "_cache." in value.name:
+            value.type.tensor_type.shape.dim[0].dim_param = "slots"
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    code, _, error = child(
+        "from trtllm_replayssm.builder import engine, tensorrt_package; folder = Path(sys.argv[1]); "
+        "engine.build_engine(tensorrt_package.find(), folder / 'model.onnx', folder / 'plan', engine.Sizes(2, 4, 32), "
+        "aliased=True)",
+        tmp_path,
+    )
     assert code == 1 and error.splitlines()[-1].endswith(
         "EngineError: model.onnx: key_cache.0 has slots rows, expected those of the batch, B"
     )
 
 
-def spoilt_cache(folder):
-    export(TINY, folder, SMALL_ENGINE)
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    for value in (*model.graph.input, *model.graph.output):
-        if "_cache." in value.name:
-            value.type.tensor_type.shape.dim[0].dim_param = "slots"
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    code = (
-        "import sys; from pathlib import Path; from trtllm_replayssm.builder import engine, tensorrt_package; "
-        "folder = Path(sys.argv[1]); engine.build_engine(tensorrt_package.find(), folder / 'model.onnx', "
-        "folder / 'plan', engine.Sizes(2, 4, 32), aliased=True)"
+@needs_rtx
+def test_progress(tmp_path):
+    """Every phase, of the export and of TensorRT, counts up to its end."""
+    code, out, error = child(
+        "seen = []; build(*sys.argv[1:], EngineConfig(max_batch=2, max_seq_len=64), "
+        "progress=lambda *step: seen.append(step)); print(json.dumps(seen))",
+        TINY,
+        tmp_path / "engine",
     )
-    child = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
-    return child.returncode, child.stderr
+    assert code == 0, error
+    phases = {}
+    for phase, done, total in json.loads(out):
+        assert 0 <= done <= total
+        phases[phase] = total - done
+    assert list(phases)[0] == "writing model" and len(phases) > 3 and not any(phases.values())

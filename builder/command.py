@@ -18,7 +18,48 @@ from .tensorrt_package import RTX_ONLY
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def run_build(options) -> int:
+def add_commands(commands, window) -> None:
+    """Adds `build` and `inspect` to the subparsers of the command line. window: the type of --window."""
+    making = commands.add_parser("build", help="make a TensorRT engine with ReplaySSM plugins; needs no GPU")
+    making.set_defaults(run=_build)
+    source = making.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", metavar="DIR", help="nemotron_h checkpoint directory")
+    source.add_argument("--from", dest="source", metavar="DIR", help="an engine folder, whose plans are made anew")
+    making.add_argument("--output", required=True, metavar="DIR", help="the engine folder to make")
+    making.add_argument("--max-batch", type=int, metavar="N", help="rows of a step, and slots; default: 8")
+    making.add_argument("--max-seq-len", type=int, metavar="N", help="most tokens of a sequence; default: 4096")
+    making.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 0..15; default: 0")
+    making.add_argument("--max-prefill-tokens", type=int, metavar="N", help="most tokens of a chunk; default: 512")
+    making.add_argument("--window", type=window, metavar="N", help="as for generate")
+    making.add_argument("--checkpoint-format", metavar="FORMAT", help="as for generate")
+    making.add_argument("--read-copy", metavar="FORMAT", help="as for generate")
+    making.add_argument("--seed", type=int, metavar="N", help="of stochastic rounding; default: 0")
+    making.add_argument("--dtype", metavar="DTYPE", help="bfloat16 (default) or float16")
+    making.add_argument("--state-io", metavar="MODE", help="alias (default), same_pointer or host_pointer")
+    making.add_argument(
+        "--trt-attention",
+        action="store_true",
+        default=None,
+        help="TensorRT 11's attention node, which reads no more of the KV cache than there is; never run on a GPU",
+    )
+    making.add_argument(
+        "--allow-dense-moe", action="store_true", default=None, help="evaluate every expert of layers with more than 16"
+    )
+    making.add_argument(
+        "--target", action="append", default=[], metavar="SM", help="SM86, SM120 …: RTX GPUs to compile for; repeatable"
+    )
+    making.add_argument("--timing-cache", metavar="FILE", help="kernel timings to begin with and to add to")
+
+    inspecting = commands.add_parser("inspect", help="what an engine folder holds, and how many sequences fit")
+    inspecting.set_defaults(run=_inspect)
+    inspecting.add_argument("folder", metavar="DIR", help="what build made")
+    inspecting.add_argument("--memory", metavar="SIZE", help="of a GPU, as in 80GB: how many sequences fit")
+    inspecting.add_argument("--layers", action="store_true", help="every layer with its nodes")
+    for command in (making, inspecting):
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _build(options) -> int:
     common = dict(
         targets=tuple(options.target),
         timing_cache=options.timing_cache and Path(options.timing_cache),
@@ -71,7 +112,7 @@ def _print_built(output: str, report: Report) -> None:
         print(f"trtllm-replayssm: {output} is complete but for the plans: {report.missing}", file=sys.stderr)
 
 
-def run_inspect(options) -> int:
+def _inspect(options) -> int:
     bundle = bundles.read(options.folder)
     path = Path(options.folder) / bundles.LAYERS
     layers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
