@@ -832,6 +832,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (!std::freopen("/dev/null", "w", stderr)) return 2;  // what enqueue refuses by intent
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);               // a run that is stopped has told of its finished cases
   try {
     plugin_library::open(library);
     std::string registry_version;
