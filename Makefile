@@ -25,7 +25,7 @@ test: $(VENV)/installed-test build/core/replayssm_test
 	    $$(ls $(VENV)/lib/python3*/site-packages/tensorrt_lean_libs/libnvinfer_lean.so.* 2> /dev/null | sed 's/^/--registry /') \
 	    > build/core/plugin_harness.log || { cat build/core/plugin_harness.log; exit 1; }
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
