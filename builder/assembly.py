@@ -22,7 +22,28 @@ _SCRIPT = """#!/bin/sh
 # Plans for the GPU of this machine, from the ONNX models beside this script, into the new folder $1.
 # Needs trtllm-replayssm, installed where nvcc is (its plugin library must have the CUDA ops), and the full TensorRT
 # {least} or later, as in NVIDIA's TensorRT containers.
-exec python3 -m trtllm_replayssm build --from "$(dirname "$0")" --output "$1"
+if [ $# -ne 1 ]; then
+    echo "usage: sh $0 NEW_FOLDER" >&2
+    exit 2
+fi
+python3 - "$0" <<'CHECK' || exit 2
+import sys
+
+def fail(why):
+    sys.exit(f"{{sys.argv[1]}}: error: {{why}}")
+
+try:
+    import tensorrt
+except (ImportError, OSError) as error:
+    fail(f"import tensorrt: {{error}}; the full TensorRT {least} or later is needed, as in NVIDIA's containers")
+try:
+    from trtllm_replayssm import _core
+except (ImportError, OSError) as error:
+    fail(f"import trtllm_replayssm: {{error}}")
+if not _core.has_cuda():
+    fail("trtllm-replayssm was installed without CUDA ops: install it again, from source, where nvcc is")
+CHECK
+exec python3 -m trtllm_replayssm build --from="$(dirname "$0")" --output="$1"
 """
 
 _DEFAULT = EngineConfig()
@@ -54,7 +75,7 @@ def build(
 ) -> Report:
     """Makes the engine folder `output` of a `nemotron_h` checkpoint. bundle.py has its content.
 
-    Without any TensorRT, it has no plans: the script in it makes them on another machine.
+    Without a TensorRT that can be used, it has no plans: the script in it makes them on another machine.
 
     Args:
         targets, timing_cache: `engine.build_engine`.
@@ -74,6 +95,10 @@ def build(
             "dtype: expected bfloat16 or float16, got 'float32', for which TensorRT has no attention kernel"
         )
     _plugin_library()
+    try:
+        tensorrt, missing = tensorrt_package.find(), None
+    except NoTensorRT as error:
+        tensorrt, missing = None, str(error)
     with bundles.being_written(output) as folder:
         model, pool = decoder.export(checkpoint, folder, config, progress)
         with_mtp = (folder / decoder.MTP).exists()
@@ -99,12 +124,13 @@ def build(
                 "config_sha256": hashlib.sha256((Path(checkpoint) / "config.json").read_bytes()).hexdigest(),
                 "dtype": model.dtype,
             },
+            mtp_head=bool(model.mtp_layers),
             dense_moe_factor=decoder.dense_moe_factor(model, with_mtp),
             bindings={},
             plan=None,
             files={},
         )
-        return _finish(folder, bundle, targets, timing_cache, progress)
+        return Report(_finish(folder, bundle, tensorrt, targets, timing_cache, progress), missing)
 
 
 def rebuild(
@@ -119,35 +145,35 @@ def rebuild(
 
     Raises:
         BundleError: `source` is no whole engine folder.
-        NoTensorRT: none is installed.
+        NoTensorRT: none is installed that can be used.
         EngineError, FileExistsError: as `build`.
     """
     bundle = bundles.read(source)
-    tensorrt_package.find()
+    tensorrt = tensorrt_package.find()
     with bundles.being_written(output) as folder:
-        for name in (*bundles.MODELS.values(), "weights.bin", bundles.TOKENIZER):
+        for name in (*bundles.MODELS.values(), bundles.WEIGHTS, bundles.TOKENIZER):
             if name in bundle.files:
                 shutil.copyfile(Path(source) / name, folder / name)
         bundle = replace(bundle, package=__version__, plugins_have_cuda=_core.has_cuda(), plan=None)
-        return _finish(folder, bundle, targets, timing_cache, progress)
+        return Report(_finish(folder, bundle, tensorrt, targets, timing_cache, progress), None)
 
 
 def _finish(
-    folder: Path, bundle: Bundle, targets: tuple[str, ...], timing_cache: Path | None, progress: Progress
-) -> Report:
-    """Adds plugin library, script and, if there is a TensorRT, plans to the exported models."""
-    library = _plugin_library()
-    shutil.copyfile(library, folder / library.name)
+    folder: Path,
+    bundle: Bundle,
+    tensorrt: TensorRT | None,
+    targets: tuple[str, ...],
+    timing_cache: Path | None,
+    progress: Progress,
+) -> Bundle:
+    """Adds plugin library, script and, if there is a TensorRT, plans to the exported models, and seals the folder."""
+    shutil.copyfile(_plugin_library(), folder / bundles.LIBRARY)
     script = folder / bundles.SCRIPT
     script.write_text(_SCRIPT.format(least=".".join(map(str, tensorrt_package.LEAST_FULL))), encoding="utf-8")
     script.chmod(0o755)
-    try:
-        tensorrt, missing = tensorrt_package.find(), None
-    except NoTensorRT as error:
-        missing = str(error)
-    else:
+    if tensorrt is not None:
         bundle = _add_plans(folder, bundle, tensorrt, targets, timing_cache, progress)
-    return Report(bundles.seal(folder, bundle), missing)
+    return bundles.seal(folder, bundle)
 
 
 def _add_plans(

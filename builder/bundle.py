@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine folder: all that serving needs, made in one piece, and read again with every byte accounted for.
 
-    config.json        what the engine is, and a hash of every other file
+    config.json        what the engine is, a hash of every other file, and one of all this
     model.onnx         the language model; mtp.onnx: its head for multi-token prediction, if drafts were asked for
     weights.bin        weights of both
     model.engine       the plans, if a TensorRT was there; mtp.engine
@@ -28,8 +28,9 @@ from pathlib import Path
 from .. import MambaGeometry, _core
 from .engine_config import ITEM_BYTES, EngineConfig, Pool
 
-FORMAT = 1
+FORMAT = 2
 CONFIG, LAYERS, SCRIPT, TOKENIZER = "config.json", "layers.json", "build-on-gpu.sh", "tokenizer.json"
+WEIGHTS, LIBRARY = "weights.bin", "libtrtllm_replayssm_plugins.so"
 MODELS = {"model": "model.onnx", "mtp": "mtp.onnx"}
 PLANS = {"model": "model.engine", "mtp": "mtp.engine"}
 _CHUNK = 1 << 22
@@ -76,6 +77,7 @@ class Bundle:
     geometry: MambaGeometry
     engine: EngineConfig
     checkpoint: dict[str, str]  # sha256 of the checkpoint's config.json, dtype of its weights
+    mtp_head: bool  # whether the checkpoint has one; model.mtp_layers: whether the engine has it
     dense_moe_factor: float | None  # how much more arithmetic the routed experts do than their router asks for
     bindings: dict[str, dict]  # model -> name -> ["input" or "output", type, shape]
     plan: Plan | None
@@ -104,7 +106,7 @@ class Bundle:
     def weight_bytes(self) -> int:
         """Of the plans, else of the ONNX models."""
         plans = sum(self.files[name]["bytes"] for name in PLANS.values() if name in self.files)
-        return plans or self.files["weights.bin"]["bytes"]
+        return plans or self.files[WEIGHTS]["bytes"]
 
     @property
     def step_output_bytes(self) -> int:
@@ -127,14 +129,21 @@ class Bundle:
         raw = {"format": FORMAT, **asdict(self)}
         # The window as a number: "auto" may choose another in a later version.
         raw["engine"]["window"] = self.pool.replay.window
-        return json.dumps(raw, indent=2) + "\n"
+        return json.dumps({**raw, "sha256": _seal_of(raw)}, indent=2) + "\n"
+
+    @property
+    def required_files(self) -> tuple[str, ...]:
+        """What `files` must list."""
+        models = ("model", "mtp") if self.model.mtp_layers else ("model",)
+        plans = (*(PLANS[name] for name in models), LAYERS) if self.plan else ()
+        return (*(MODELS[name] for name in models), WEIGHTS, LIBRARY, *plans)
 
 
 def read(folder: str | Path) -> Bundle:
     """Reads config.json and checks every file of the folder against it.
 
     Raises:
-        BundleError: a missing, truncated or foreign file, or another format or slot layout, each by name.
+        BundleError: a missing, truncated, changed or foreign file, or another format or slot layout, each by name.
     """
     folder = Path(folder)
     path = folder / CONFIG
@@ -142,21 +151,27 @@ def read(folder: str | Path) -> Bundle:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BundleError(f"{path}: no such file; an engine folder is what `trtllm-replayssm build` makes") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(raw, dict) or "format" not in raw:
         raise BundleError(f"{path}: has no key 'format', expected the config.json of an engine folder")
-    if raw.pop("format") != FORMAT:
+    if raw["format"] != FORMAT:
         raise BundleError(f"{path}: of another format, expected {FORMAT}: build the engine again")
+    if raw.pop("sha256", None) != _seal_of(raw):
+        raise BundleError(f"{path}: changed or damaged since the engine was made: its SHA-256 differs")
+    if raw.get("layout_version") != _core.LAYOUT_VERSION:
+        raise BundleError(
+            f"{path}: the engine's slots have layout version {raw.get('layout_version')}, this installation's "
+            f"{_core.LAYOUT_VERSION}: build the engine again"
+        )
+    del raw["format"]
     try:
         bundle = _from_json(raw)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BundleError(f"{path}: {type(error).__name__}: {error}") from None
-    if bundle.layout_version != _core.LAYOUT_VERSION:
-        raise BundleError(
-            f"{path}: the engine's slots have layout version {bundle.layout_version}, this installation's "
-            f"{_core.LAYOUT_VERSION}: build the engine again"
-        )
+        raise BundleError(f"{path}: {type(error).__name__}: {error}: build the engine again") from None
+    for name in bundle.required_files:
+        if name not in bundle.files:
+            raise BundleError(f"{path}: 'files' does not list {name}, which is a part of this engine")
     for name, expected in bundle.files.items():
         if Path(name).name != name:
             raise BundleError(f"{path}: {name!r} is not a plain file name")
@@ -200,6 +215,11 @@ def seal(folder: Path, bundle: Bundle) -> Bundle:
     return bundle
 
 
+def _seal_of(raw: dict) -> str:
+    """SHA-256 of a config.json's values, however they are set out."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+
+
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -216,7 +236,7 @@ def being_written(folder: str | Path) -> Iterator[Path]:
         FileExistsError: `folder` is there already.
     """
     folder = Path(folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise FileExistsError(f"{folder}: is there already, expected a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")

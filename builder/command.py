@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from .. import _core
 from . import bundle as bundles
 from .assembly import Report, build, rebuild
 from .bundle import Bundle
@@ -24,17 +29,30 @@ def add_commands(commands, window) -> None:
     making.set_defaults(run=_build)
     source = making.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="nemotron_h checkpoint directory")
-    source.add_argument("--from", dest="source", metavar="DIR", help="an engine folder, whose plans are made anew")
+    source.add_argument(
+        "--from",
+        dest="source",
+        metavar="DIR",
+        help="an engine folder, whose plans are made anew; goes with --target, --timing-cache and --json only",
+    )
     making.add_argument("--output", required=True, metavar="DIR", help="the engine folder to make")
     making.add_argument("--max-batch", type=int, metavar="N", help="rows of a step, and slots; default: 8")
     making.add_argument("--max-seq-len", type=int, metavar="N", help="most tokens of a sequence; default: 4096")
     making.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step, 0..15; default: 0")
     making.add_argument("--max-prefill-tokens", type=int, metavar="N", help="most tokens of a chunk; default: 512")
     making.add_argument("--window", type=window, metavar="N", help="as for generate")
-    making.add_argument("--checkpoint-format", metavar="FORMAT", help="as for generate")
-    making.add_argument("--read-copy", metavar="FORMAT", help="as for generate")
+    making.add_argument(
+        "--checkpoint-format",
+        metavar="FORMAT",
+        help=f"of the states that ReplaySSM keeps: {', '.join(_core.CHECKPOINT_FORMATS)}; default: fp32",
+    )
+    making.add_argument(
+        "--read-copy",
+        metavar="FORMAT",
+        help=f"that steps read instead: {', '.join(_core.READ_COPY_FORMATS)}; default: none",
+    )
     making.add_argument("--seed", type=int, metavar="N", help="of stochastic rounding; default: 0")
-    making.add_argument("--dtype", metavar="DTYPE", help="bfloat16 (default) or float16")
+    making.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: bfloat16")
     making.add_argument("--state-io", metavar="MODE", help="alias (default), same_pointer or host_pointer")
     making.add_argument(
         "--trt-attention",
@@ -48,7 +66,9 @@ def add_commands(commands, window) -> None:
     making.add_argument(
         "--target", action="append", default=[], metavar="SM", help="SM86, SM120 …: RTX GPUs to compile for; repeatable"
     )
-    making.add_argument("--timing-cache", metavar="FILE", help="kernel timings to begin with and to add to")
+    making.add_argument(
+        "--timing-cache", metavar="FILE", help="the full TensorRT's kernel timings, to begin with and to add to"
+    )
 
     inspecting = commands.add_parser("inspect", help="what an engine folder holds, and how many sequences fit")
     inspecting.set_defaults(run=_inspect)
@@ -83,15 +103,36 @@ def _build(options) -> int:
     if options.source is not None:
         if given:
             raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
-        report = rebuild(options.source, options.output, **common)
+        with _ending_on_signals():
+            report = rebuild(options.source, options.output, **common)
     else:
-        report = build(options.checkpoint, options.output, EngineConfig(**given), **common)
+        config = EngineConfig(**given)
+        with _ending_on_signals():
+            report = build(options.checkpoint, options.output, config, **common)
     bundle = report.bundle
     if options.json:
         print(json.dumps({"output": str(options.output), "missing": report.missing, **json.loads(bundle.to_json())}))
     else:
         _print_built(options.output, report)
     return 0 if report.missing is None else 2
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that nothing half-written stays behind; not one that is ignored."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def end(number, frame):
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_built(output: str, report: Report) -> None:
@@ -107,7 +148,10 @@ def _print_built(output: str, report: Report) -> None:
             print(f"{RTX_ONLY}.")
     if not bundle.plugins_have_cuda:
         print("The plugin library in it has no CUDA ops (it was built without nvcc): no GPU can run it.")
-    print(f"For another GPU (H200, B200, B300 …), there: sh {output}/{bundles.SCRIPT} NEW_FOLDER")
+    if bundle.engine.draft_tokens and not bundle.model.mtp_layers:
+        print("The checkpoint has no MTP head: drafts must come from elsewhere, as from repeated text.")
+    script = shlex.quote(str(Path(output) / bundles.SCRIPT))
+    print(f"For another GPU (H200, B200, B300 …), there: sh {script} NEW_FOLDER")
     if report.missing:
         print(f"trtllm-replayssm: {output} is complete but for the plans: {report.missing}", file=sys.stderr)
 
@@ -115,7 +159,7 @@ def _print_built(output: str, report: Report) -> None:
 def _inspect(options) -> int:
     bundle = bundles.read(options.folder)
     path = Path(options.folder) / bundles.LAYERS
-    layers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    layers = json.loads(path.read_text(encoding="utf-8")) if bundles.LAYERS in bundle.files else {}
     budget = None if options.memory is None else _bytes(options.memory)
     sequences = None if budget is None else bundles.concurrency(bundle, budget)
     if options.json:
@@ -143,7 +187,7 @@ def _print_bundle(bundle: Bundle) -> None:
     rows = [
         ("made by", f"trtllm-replayssm {bundle.package}, {made}, slot layout {bundle.layout_version}"),
         ("model", f"{kinds}; hidden {model.hidden_size}, vocabulary {model.vocab_size}, {engine.dtype}"),
-        ("MTP head", ", ".join(model.mtp_layers) or "none"),
+        ("MTP head", ", ".join(model.mtp_layers) or ("not exported" if bundle.mtp_head else "none")),
         ("steps", f"{engine.max_batch} rows of 1..{engine.step_tokens} tokens"),
         ("prompts", f"one row of {engine.step_tokens + 1}..{engine.max_prefill_tokens} tokens"),
         ("sequences", f"up to {engine.max_seq_len} tokens; KV rows of {engine.kv_capacity}"),

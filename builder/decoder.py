@@ -10,7 +10,9 @@ logits are the exception: fp32 from the product's 16 bits, as a 16-bit product o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -39,12 +41,16 @@ def export(
 ) -> tuple[ModelConfig, Pool]:
     """Writes MODEL, MTP (if drafts are asked for and the checkpoint has the head for them) and WEIGHTS into `folder`.
 
+    Returns the checkpoint's configuration, with MTP layers only if their tensors are there.
+
     Raises:
         CheckpointError: the checkpoint is incomplete or has something that no graph can hold, before anything is
             written.
     """
     model = ModelConfig.read(checkpoint, quantized=True)
     weights = QuantizedWeights(checkpoint, model)
+    if not weights.has_mtp:
+        model = replace(model, mtp_layers=(), mtp_depths=0)
     with_mtp = config.draft_tokens > 0 and weights.has_mtp
     if with_mtp and (model.mtp_depths > 1 or MAMBA in model.mtp_layers):
         raise CheckpointError(
@@ -58,6 +64,12 @@ def export(
                 f"evaluates every expert for every token, which takes {model.experts_per_token}: {factor:.1f} times "
                 "the arithmetic of the routed experts; allow_dense_moe (--allow-dense-moe) builds it all the same"
             )
+    if config.max_seq_len > model.max_position_embeddings:
+        warnings.warn(
+            f"max_seq_len is {config.max_seq_len}, but {checkpoint} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings)",
+            stacklevel=2,
+        )
     pool = Pool.of(model.geometry, config, model.layers.count(MAMBA))
     with WeightFile(folder / WEIGHTS) as file:
         for name, build in ((MODEL, _language_model), (MTP, _mtp_head)):

@@ -4,10 +4,14 @@ no engine."""
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +65,31 @@ class Built:
     peak_bytes: most memory that the process ever had.
     """
 
-    layers: list[Layer]  # of all profiles; [] if TensorRT does not list them
+    layers: list[Layer]  # of all profiles; [] if the full TensorRT does not list them
     bindings: dict[str, list]
-    plan_bytes: int
     activation_bytes: int | None
     seconds: float
     peak_bytes: int
+
+
+class Failures:
+    """The first exception of TensorRT's callbacks. Its Python bindings swallow what those raise, and go on: so they
+    work `with` this, which keeps it, to be raised outside."""
+
+    def __init__(self):
+        self.first: BaseException | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.first is None:
+            self.first = error
+        return True
+
+    def raise_first(self) -> None:
+        if self.first is not None:
+            raise self.first
 
 
 def build_engine(
@@ -77,38 +100,66 @@ def build_engine(
     *,
     aliased: bool,
     targets: tuple[str, ...] = (),
-    timing_cache: Path | None = None,
+    timing_cache: str | Path | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Built:
-    """Builds `model` (its weights beside it) into `plan`.
+    """Builds `model` (its weights beside it) into `plan`, of which nothing is left if it fails.
 
     Args:
         aliased: the plugins declare their state outputs aliases.
         targets: compute capabilities of RTX GPUs ("SM86", "SM120", …) to compile for; (): whatever TensorRT takes.
-        timing_cache: file of kernel timings, read if it is there, and written.
-        progress: called with a phase, steps done, steps in all.
+        timing_cache: the full TensorRT's file of kernel timings, read if it is there, and written if all went well.
+        progress: called with a phase, steps done, steps in all. What it raises ends the build.
 
     Raises:
-        EngineError: with TensorRT's own words.
+        EngineError: with TensorRT's own words; timing_cache is no timing cache.
+        OSError: a file cannot be written.
     """
+    timing_cache = None if timing_cache is None else Path(timing_cache)
+    if targets and not tensorrt.is_rtx:
+        raise EngineError(
+            f"target: {tensorrt.name} builds for the GPU of its machine, only TensorRT for RTX for others"
+        )
+    if timing_cache is not None and tensorrt.is_rtx:
+        raise EngineError(f"timing cache: of the full TensorRT only, {tensorrt.name} {tensorrt.version} has none")
+    if timing_cache is not None and not timing_cache.parent.is_dir():
+        raise EngineError(f"timing cache: {timing_cache.parent} is no directory")
+    failures = Failures()
+    try:
+        with _signals_kept(failures):
+            return _build(tensorrt, model, plan, sizes, aliased, targets, timing_cache, progress, failures)
+    except BaseException:
+        plan.unlink(missing_ok=True)
+        raise
+
+
+def _build(
+    tensorrt: TensorRT,
+    model: Path,
+    plan: Path,
+    sizes: Sizes,
+    aliased: bool,
+    targets: tuple[str, ...],
+    timing_cache: Path | None,
+    progress: Callable[[str, int, int], None],
+    failures: Failures,
+) -> Built:
     began = time.perf_counter()
-    trt, log = tensorrt.module, Log.of(tensorrt)
+    trt, log = tensorrt.module, Log.of(tensorrt, failures)
     builder = trt.Builder(log)
     plugins.register(builder.get_plugin_registry() if tensorrt.is_rtx else trt.get_plugin_registry())
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(model)):
+    parsed = parser.parse_from_file(str(model))
+    failures.raise_first()
+    if not parsed:
         log.rows += [("ERROR", parser.get_error(index).desc()) for index in range(parser.num_errors)]
         raise log.error(f"{model.name} cannot be parsed")
     _require_cache_rows(network, model.name)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, aliased)
-    config.progress_monitor = _monitor(trt, progress)
-    if targets and not tensorrt.is_rtx:
-        raise EngineError(
-            f"target: {tensorrt.name} builds for the GPU of its machine, only TensorRT for RTX for others"
-        )
+    config.progress_monitor = _monitor(trt, progress, failures)
     if targets:
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):
@@ -116,31 +167,82 @@ def build_engine(
     for profile in sizes.profiles:
         config.add_optimization_profile(_profile(builder, network, profile))
     if timing_cache is not None:
-        known = timing_cache.read_bytes() if timing_cache.exists() else b""
-        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+        _read_timings(config, log, timing_cache)
     with plan.open("wb") as file:
-        done = builder.build_serialized_network_to_stream(network, config, _writer(trt, file))
+        writer = _writer(trt, file, failures)
+        done = builder.build_serialized_network_to_stream(network, config, writer)
+        failures.raise_first()
+    failures.raise_first()
     if not done:
         raise log.error(f"{model.name} cannot be built")
-    if timing_cache is not None:
-        timing_cache.write_bytes(config.get_timing_cache().serialize())
-    layers = layers_in(log.text("Layers:")) or ([] if tensorrt.is_rtx else layers_in(_inspected(trt, log, plan)))
+    if plan.stat().st_size != writer.bytes:
+        raise EngineError(f"{plan.name}: has {plan.stat().st_size} bytes, TensorRT wrote {writer.bytes}")
+    layers = layers_in(log.text("Layers:"))
+    if not layers and tensorrt.is_rtx:
+        raise EngineError("TensorRT did not list the layers")
+    layers = layers or layers_in(_inspected(trt, log, plan))
     _require_whole(network, layers, log)
+    failures.raise_first()
+    if timing_cache is not None:
+        _write_timings(config, timing_cache)
     return Built(
         layers=layers,
         bindings=_bindings(network),
-        plan_bytes=plan.stat().st_size,
         activation_bytes=log.activation_bytes(),
         seconds=time.perf_counter() - began,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
+@contextmanager
+def _signals_kept(failures: Failures) -> Iterator[None]:
+    """Raises the first failure at the end; what handlers of signals raise is one.
+
+    Python would raise it at the first instruction of whatever callback comes next, before that can catch anything.
+    Only the main thread may set handlers, and it runs them.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours else ()
+    handlers = {number: signal.getsignal(number) for number in numbers if callable(signal.getsignal(number))}
+
+    def keep(number, frame):
+        with failures:
+            handlers[number](number, frame)
+
+    for number in handlers:
+        signal.signal(number, keep)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is keep:  # a handler may have set another
+                signal.signal(number, handler)
+        failures.raise_first()
+
+
+def _read_timings(config, log: Log, path: Path) -> None:
+    """TensorRT goes on with an empty cache when it cannot read one, and would replace a file that is something else."""
+    before = len(log.rows)
+    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    refused = any("Failed to deserialize timing cache" in message for _, message in log.rows[before:])
+    if refused or cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        raise EngineError(f"timing cache: {path} is not one of this TensorRT and this GPU")
+
+
+def _write_timings(config, path: Path) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(config.get_timing_cache().serialize())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 class Log:
     """What TensorRT says, down to VERBOSE: the finished engine's layers are one such message."""
 
     @staticmethod
-    def of(tensorrt: TensorRT):
+    def of(tensorrt: TensorRT, failures: Failures):
         """An ILogger of this TensorRT that is a Log, too."""
         trt = tensorrt.module
 
@@ -150,7 +252,8 @@ class Log:
                 self.rows = []
 
             def log(self, severity, message):
-                self.rows.append((severity.name, message))
+                with failures:
+                    self.rows.append((severity.name, message))
 
         return Logger()
 
@@ -247,30 +350,42 @@ def _require_whole(network, layers: list[Layer], log: Log) -> None:
                 raise EngineError(f"plugin node {layer.name} is not in the engine")
 
 
-def _monitor(trt, progress):
+def _monitor(trt, progress, failures: Failures):
     class Monitor(trt.IProgressMonitor):
         def __init__(self):
             trt.IProgressMonitor.__init__(self)
             self.steps = {}
 
         def phase_start(self, phase_name, parent_phase, num_steps):
-            self.steps[phase_name] = num_steps
-            progress(phase_name, 0, num_steps)
+            with failures:
+                self.steps[phase_name] = num_steps
+                progress(phase_name, 0, num_steps)
 
         def step_complete(self, phase_name, step):
-            progress(phase_name, step + 1, self.steps[phase_name])
-            return True
+            with failures:
+                progress(phase_name, step + 1, self.steps[phase_name])
+            return failures.first is None  # whether TensorRT goes on
 
         def phase_finish(self, phase_name):
-            total = self.steps.pop(phase_name)
-            progress(phase_name, total, total)
+            with failures:
+                total = self.steps.pop(phase_name)
+                progress(phase_name, total, total)
 
     return Monitor()
 
 
-def _writer(trt, file):
+def _writer(trt, file, failures: Failures):
     class Writer(trt.IStreamWriter):
+        def __init__(self):
+            trt.IStreamWriter.__init__(self)
+            self.bytes = 0
+
         def write(self, data):
-            return file.write(data)
+            if failures.first is not None:
+                return 0
+            with failures:
+                self.bytes += len(data)
+                return file.write(data)
+            return 0
 
     return Writer()

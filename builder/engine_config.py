@@ -14,6 +14,7 @@ STATE_IO = ("alias", "same_pointer", "host_pointer")
 ACTIVATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_DRAFTS = 15  # a step takes 16 tokens a row at most
+_MOST_TOKENS = 2**24  # a graph holds the numbers of all positions of a KV row, 4 bytes each
 _KV_MULTIPLE = 16  # rows of a KV cache, so that masks and keys are whole vectors
 
 
@@ -54,9 +55,9 @@ class EngineConfig:
     def __post_init__(self):
         for name, least, most in (
             ("max_batch", 1, 2**31 - 1),
-            ("max_seq_len", 2, 2**31 - 64),
+            ("max_seq_len", 2, _MOST_TOKENS),
             ("draft_tokens", 0, MAX_DRAFTS),
-            ("max_prefill_tokens", 1, 2**31 - 64),
+            ("max_prefill_tokens", 1, _MOST_TOKENS),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -8,8 +8,10 @@ import ctypes
 import importlib
 import importlib.util
 import shutil
+import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,25 +38,48 @@ class TensorRT:
 
 
 def find() -> TensorRT:
-    """Raises NoTensorRT."""
-    if importlib.util.find_spec("tensorrt") is not None:
-        found = TensorRT("tensorrt", "", importlib.import_module("tensorrt"))
-        least = LEAST_FULL
-    elif all(importlib.util.find_spec(f"tensorrt_rtx_{part}") is not None for part in ("bindings", "libs")):
-        found = TensorRT("tensorrt_rtx", "", rtx_bindings())
-        least = _LEAST_RTX
-    else:
-        raise NoTensorRT(
-            "no TensorRT is installed: pip install 'trtllm-replayssm[rtx]' brings TensorRT for RTX, which builds "
-            "without a GPU; the full one comes with NVIDIA's containers"
-        )
-    version = getattr(found.module, "__version__", "0")
-    if tuple(int(part) for part in version.split(".")[:2]) < least:
+    """The full TensorRT, else, with a warning if one is installed that cannot be used, TensorRT for RTX.
+
+    Raises:
+        NoTensorRT: neither, or none that can be used, and why.
+    """
+    faults = []
+    for name, load, least, packages in (
+        ("tensorrt", _full, LEAST_FULL, ("tensorrt",)),
+        ("tensorrt_rtx", rtx_bindings, _LEAST_RTX, ("tensorrt_rtx_bindings", "tensorrt_rtx_libs")),
+    ):
+        if any(importlib.util.find_spec(package) is None for package in packages):
+            continue
+        try:
+            module = load()
+        except (ImportError, OSError) as error:
+            faults.append(f"{name} is installed, but cannot be used: {error}")
+            continue
+        version = getattr(module, "__version__", "0")
+        if tuple(int(part) for part in version.split(".")[:2]) >= least:
+            if faults:
+                warnings.warn(f"{faults[0]}; {name} builds instead", stacklevel=2)
+            return TensorRT(name, version, module)
         expected = ".".join(map(str, least))
-        raise NoTensorRT(
-            f"{found.name} {version} is installed, expected {expected} or later: its ONNX parser lacks nodes"
-        )
-    return TensorRT(found.name, version, found.module)
+        faults.append(f"{name} {version} is installed, expected {expected} or later: its ONNX parser lacks nodes")
+    raise NoTensorRT(
+        "; ".join(faults)
+        or "no TensorRT is installed: pip install 'trtllm-replayssm[rtx]' brings TensorRT for RTX, which builds "
+        "without a GPU; the full one comes with NVIDIA's containers"
+    )
+
+
+def _full() -> ModuleType:
+    """Raises ImportError if it cannot make a builder: without a GPU it has none.
+
+    Tried in a process of its own: the first builder's logger may stay that of all, and engine.py reads its own.
+    """
+    code = "import tensorrt; tensorrt.Builder(tensorrt.Logger(tensorrt.Logger.INTERNAL_ERROR))"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if child.returncode:
+        words = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        raise ImportError(f"no builder can be made of it: {words[-1]}")
+    return importlib.import_module("tensorrt")
 
 
 def rtx_bindings() -> ModuleType:

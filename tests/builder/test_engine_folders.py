@@ -3,15 +3,19 @@
 
 import importlib.util
 import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import onnx
 import pytest
 
-from trtllm_replayssm import SlotLayout, _core, builder
+from trtllm_replayssm import SlotLayout, _core, builder, cli
 from trtllm_replayssm.builder import BundleError, EngineConfig, EngineError, build, bundle, read, tensorrt_package
 from trtllm_replayssm.builder.decoder import export
 from trtllm_replayssm.builder.engine import Layer
@@ -38,7 +42,9 @@ def built(checkpoint, folder, *more):
     sizes = ("--max-batch", 4, "--max-seq-len", 1024, "--draft-tokens", 3, "--json")
     code, out, error = command("build", "--checkpoint", checkpoint, "--output", folder, *sizes, *more)
     assert code == 0, error
-    assert error == ""
+    longest = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    warning = f"trtllm-replayssm: warning: max_seq_len is 1024, but {checkpoint} was made for at most {longest} tokens"
+    assert error == ("" if longest >= 1024 else f"{warning} (max_position_embeddings)\n")
     return json.loads(out)
 
 
@@ -164,16 +170,12 @@ def test_inspect(engine, monkeypatch, tmp_path):
 def test_plans_made_anew(engine, tmp_path):
     """What the script for another machine calls: the same models, this machine's TensorRT and plugin library."""
     assert "--from" in (engine / "build-on-gpu.sh").read_text()
-    cache = tmp_path / "timings"
-    code, _, error = command(
-        "build", "--from", engine, "--output", tmp_path / "again", "--target", "SM120", "--timing-cache", cache
-    )
+    code, _, error = command("build", "--from", engine, "--output", tmp_path / "again", "--target", "SM120")
     assert code == 0, error
     one, other = read(engine), read(tmp_path / "again")
     assert other == replace(one, plan=other.plan, files=other.files) and other.plan.targets == ("SM120",)
     assert other.files["weights.bin"] == one.files["weights.bin"]
     code, _, error = command("build", "--from", engine, "--output", tmp_path / "third", "--target", "SM100")
-    assert cache.stat().st_size > 0
     assert (code, list(tmp_path.glob("*third*"))) == (2, []) and "target: expected one of SM" in error
     code, _, error = command("build", "--from", engine, "--output", tmp_path / "third", "--seed", 1)
     assert code == 2 and "--seed: the engine folder of --from says that already" in error
@@ -203,6 +205,11 @@ def test_spoilt_configs(tmp_path, monkeypatch):
     build(TINY, tmp_path / "engine", SMALL_ENGINE)
     path = tmp_path / "engine" / "config.json"
     raw = json.loads(path.read_text())
+    changed = "config.json: changed or damaged since the engine was made"
+
+    def sealed(**changes):
+        rest = {key: value for key, value in (raw | changes).items() if key != "sha256"}
+        return json.dumps(rest | {"sha256": bundle._seal_of(rest)})
 
     def refused(text, message):
         path.write_text(text)
@@ -210,11 +217,27 @@ def test_spoilt_configs(tmp_path, monkeypatch):
             read(tmp_path / "engine")
 
     refused("{", "config.json: not readable as JSON")
+    refused("9" * 5000, "config.json: not readable as JSON")
     refused((TINY / "config.json").read_text(), "config.json: has no key 'format'")
-    refused(json.dumps(raw | {"format": 99}), "config.json: of another format, expected 1")
-    refused(json.dumps(raw | {"layout_version": 1}), f"layout version 1, this installation's {_core.LAYOUT_VERSION}")
-    refused(json.dumps(raw | {"model": {}}), "config.json: KeyError: 'layers'")
-    refused(json.dumps(raw | {"files": {"../x": {}}}), "'../x' is not a plain file name")
+    refused("[" * 100000, "config.json: not readable as JSON")
+    refused(json.dumps(raw | {"format": 99}), "config.json: of another format, expected 2")
+    for key in raw.keys() - {"format"}:
+        refused(json.dumps({other: value for other, value in raw.items() if other != key}), changed)
+        for value in (None, [], {}, "x"):
+            if value != raw[key]:
+                refused(json.dumps(raw | {key: value}), changed)
+    refused(json.dumps(raw | {"engine": raw["engine"] | {"max_batch": 3}}), changed)
+    code, out, error = command("build", "--from", tmp_path / "engine", "--output", tmp_path / "again")
+    assert (code, out, error.count("\n")) == (2, "", 1) and changed in error and "Traceback" not in error
+    # Folders of other versions.
+    refused(sealed(layout_version=1, model={}), f"layout version 1, this installation's {_core.LAYOUT_VERSION}")
+    refused(sealed(model={}), "config.json: KeyError: 'layers'")
+    refused(sealed(files=raw["files"] | {"../x": {}}), "'../x' is not a plain file name")
+    for name in ("model.onnx", "mtp.onnx", "weights.bin", "libtrtllm_replayssm_plugins.so"):
+        rest = {other: entry for other, entry in raw["files"].items() if other != name}
+        refused(sealed(files=rest), f"'files' does not list {name}")
+    path.write_text(sealed())
+    assert read(tmp_path / "engine").files == raw["files"]
     with pytest.raises(BundleError, match="no such file; an engine folder is what `trtllm-replayssm build` makes"):
         read(tmp_path)
 
@@ -248,11 +271,104 @@ def test_missing_packages_are_named(monkeypatch):
         tensorrt_package.find()
 
 
+UNUSABLE = {
+    "import": ("raise ImportError('libnvinfer.so.10: cannot open')", "ImportError: libnvinfer.so.10: cannot open"),
+    "library": ("raise OSError('not an ELF file')", "OSError: not an ELF file"),
+    "builder": (
+        "class Logger:\n INTERNAL_ERROR = 0\n def __init__(self, _): pass\n"
+        "def Builder(_): raise TypeError('factory function returned nullptr')",
+        "TypeError: factory function returned nullptr",
+    ),
+    "old": (
+        "__version__ = '10.3.0'\nclass Logger:\n INTERNAL_ERROR = 0\n def __init__(self, _): pass\n"
+        "def Builder(_): pass",
+        "tensorrt 10.3.0 is installed, expected 10.15 or later",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", UNUSABLE)
+@pytest.mark.parametrize("other", [pytest.param(True, marks=needs_rtx), False])
+def test_unusable_tensorrt(tmp_path, monkeypatch, fault, other):
+    """Is none: TensorRT-RTX builds, else the reason is told."""
+    source, message = UNUSABLE[fault]
+    (tmp_path / "tensorrt.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # so that the one of this test goes with it
+    del sys.modules["tensorrt"]
+    if not other:
+        known = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "_rtx" in name else known(name))
+        with pytest.raises(tensorrt_package.NoTensorRT, match=message):
+            tensorrt_package.find()
+        return
+    code, out, error = child("from trtllm_replayssm.builder.tensorrt_package import find; print(find().name)")
+    assert (code, out) == (0, "tensorrt_rtx\n"), error
+    assert "UserWarning: tensorrt" in error and "tensorrt_rtx builds instead" in error
+
+
+def test_script(tmp_path, monkeypatch):
+    """Says what is missing before anything is built; the printed command is one that a shell takes."""
+    monkeypatch.setattr(tensorrt_package, "find", no_tensorrt)
+    folder = tmp_path / "an engine"
+    build(TINY, folder, SMALL_ENGINE)
+    monkeypatch.setenv("PATH", f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+
+    def run(*arguments):
+        script = ["sh", str(folder / "build-on-gpu.sh"), *map(str, arguments)]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run() == (2, f"usage: sh {folder}/build-on-gpu.sh NEW_FOLDER\n")
+    (tmp_path / "tensorrt.py").write_text("raise ImportError('no libnvinfer')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, text = run(tmp_path / "new")
+    assert code == 2 and "build-on-gpu.sh: error: import tensorrt: no libnvinfer" in text
+    if not _core.has_cuda():
+        (tmp_path / "tensorrt.py").write_text("")
+        code, text = run(tmp_path / "new")
+        assert code == 2 and "error: trtllm-replayssm was installed without CUDA ops" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_drafts_without_a_head(tmp_path, monkeypatch, capsys):
+    """Told by build; inspect tells a head that is not there from one that was not asked for."""
+    monkeypatch.setattr(tensorrt_package, "find", no_tensorrt)
+    headless = write_checkpoint(tmp_path / "headless", SMALL | {"num_nextn_predict_layers": 0})
+    sizes = ["--max-batch", "2", "--max-seq-len", "64"]
+    for checkpoint, drafts, told, head in ((headless, "3", True, "none"), (TINY, "0", False, "not exported")):
+        folder = str(tmp_path / f"an engine {drafts}")
+        arguments = ["build", "--checkpoint", str(checkpoint), "--output", folder, "--draft-tokens", drafts, *sizes]
+        assert cli.main(arguments) == 2
+        out = capsys.readouterr().out
+        assert ("has no MTP head: drafts must come from elsewhere" in out) == told
+        assert f"sh {shlex.quote(folder + '/build-on-gpu.sh')} NEW_FOLDER" in out
+        assert cli.main(["inspect", folder]) == 0
+        assert f"MTP head   {head}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_leave_nothing(tmp_path, number):
+    arguments = ["build", "--checkpoint", TINY, "--output", tmp_path / "engine", "--max-seq-len", 64]
+    process = subprocess.Popen([sys.executable, "-m", "trtllm_replayssm", *map(str, arguments)])
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob(".engine.*")) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert list(tmp_path.glob(".engine.*"))
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_output_is_new_and_whole(tmp_path, monkeypatch):
     """Nothing is left of a folder that could not be finished, and none is written over."""
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="there: is there already, expected a new folder"):
         build(TINY, tmp_path / "there", SMALL_ENGINE)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="link: is there already, expected a new folder"):
+        build(TINY, tmp_path / "link", SMALL_ENGINE)
 
     def fails(*_):
         raise EngineError("no")
@@ -260,11 +376,12 @@ def test_output_is_new_and_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "seal", fails)
     with pytest.raises(EngineError):
         build(TINY, tmp_path / "new", SMALL_ENGINE)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
 
 
 REFUSED = {
     "max_batch": (0, r"max_batch: expected 1\.\."),
+    "max_seq_len": (2**31 - 64, r"max_seq_len: expected 2\.\.16777216, got 2147483584"),
     "draft_tokens": (16, r"draft_tokens: expected 0\.\.15, got 16"),
     "window": (2, "max_step_tokens"),
     "max_prefill_tokens": (4, "expected more than the 4 tokens of a step"),
