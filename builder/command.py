@@ -122,14 +122,21 @@ def _ending_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, so that nothing half-written stays behind; not one that is ignored."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
+    received = []
+
     def end(number, frame):
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
+        received.append(number)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
+    except Exception as error:  # a library in which the signal came may have made another exception of it
+        if received:
+            raise SystemExit(128 + received[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

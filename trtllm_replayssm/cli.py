@@ -2,7 +2,7 @@
 """The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
-something missing (one line says what), 130 interrupted.
+something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
 """
 
 from __future__ import annotations
