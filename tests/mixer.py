@@ -68,6 +68,16 @@ class Weights(NamedTuple):
         return cls(*(w.to(device) for w in (A_log, D, torch.log(torch.expm1(delta)))))
 
 
+def flush_then_step(pool, plan, tokens, weights) -> torch.Tensor:
+    """ops.step of layer 0 as the two operators that engines have, a flush and a step told of it."""
+    plan.note_use("stepped", 0)
+    call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
+    torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
+    out = torch.zeros_like(tokens.x)
+    torch.ops.trtllm_replayssm.step(*call, *tokens, *weights, out, 0.0, float("inf"), plan.max_count, True)
+    return out
+
+
 def random_tokens(geometry, dtype, count, device="cpu", seed=0) -> Tokens:
     g = geometry
     generator = torch.Generator().manual_seed(seed)

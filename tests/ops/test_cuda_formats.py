@@ -9,7 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mixer import COPIES, NANO_TP8, SUPER_TP8, Weights, all_pairs, config_of, random_tokens, same_bits
+from mixer import (
+    COPIES,
+    NANO_TP8,
+    SUPER_TP8,
+    Weights,
+    all_pairs,
+    config_of,
+    flush_then_step,
+    random_tokens,
+    same_bits,
+)
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 from trtllm_replayssm.number_formats import E2M1, E4M3
@@ -239,11 +249,7 @@ def test_fused_and_separate_flushes_round_alike(geometry, activation):
             tokens = random_tokens(geometry, pool.activation, 3, CUDA, seed=cycle)
             plan = pool.plan([0, 1], [2, 1])
             if separate:
-                plan.note_use("stepped", 0)
-                call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
-                torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
-                out = torch.zeros_like(tokens.x)
-                torch.ops.trtllm_replayssm.step(*call, *tokens, *weights, out, 0.0, float("inf"), 2, True)
+                out = flush_then_step(pool, plan, tokens, weights)
             else:
                 out = ops.step(pool, 0, plan, *tokens, *weights)
             pool.commit(plan)

@@ -18,6 +18,7 @@ from mixer import (
     array,
     assert_accurate,
     config_of,
+    flush_then_step,
     random_tokens,
     recur,
     same_bits,
@@ -222,12 +223,7 @@ def test_flush_then_step_is_step(device, checkpoint, read_copy):
         tokens = random_tokens(SMALL, torch.float32, 3, device, seed=cycle)
         plans = [pool.plan([0, 1], [2, 1]) for pool in pools]
         whole = ops.step(pools[0], 0, plans[0], *tokens, *weights)
-        pool, plan = pools[1], plans[1]
-        plan.note_use("stepped", 0)
-        call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
-        torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
-        split = torch.zeros_like(whole)
-        torch.ops.trtllm_replayssm.step(*call, *tokens, *weights, split, 0.0, float("inf"), 2, True)
+        split = flush_then_step(pools[1], plans[1], tokens, weights)
         for pool, plan in zip(pools, plans, strict=True):
             pool.commit(plan)
         assert same_bits(whole, split)
