@@ -75,8 +75,20 @@ def add_commands(commands, window) -> None:
     inspecting.add_argument("folder", metavar="DIR", help="what build made")
     inspecting.add_argument("--memory", metavar="SIZE", help="of a GPU, as in 80GB: how many sequences fit")
     inspecting.add_argument("--layers", action="store_true", help="every layer with its nodes")
+    add_allow(making)
     for command in (making, inspecting):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_allow(command) -> None:
+    """Adds --allow to a command that reads checkpoints."""
+    command.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module (or glob) whose tensors count though the checkpoint's quantisation lists contradict; repeatable",
+    )
 
 
 def _build(options) -> int:
@@ -101,6 +113,8 @@ def _build(options) -> int:
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.source is not None:
+        if options.allow:
+            given["allow"] = options.allow
         if given:
             raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
         with _ending_on_signals():
@@ -108,7 +122,7 @@ def _build(options) -> int:
     else:
         config = EngineConfig(**given)
         with _ending_on_signals():
-            report = build(options.checkpoint, options.output, config, **common)
+            report = build(options.checkpoint, options.output, config, allow=options.allow, **common)
     bundle = report.bundle
     if options.json:
         print(json.dumps({"output": str(options.output), "missing": report.missing, **json.loads(bundle.to_json())}))

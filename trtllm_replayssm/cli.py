@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="a text's bits do not depend on the other texts, and 16-bit dtypes round less (slower)",
         )
+        engines.add_allow(command)
     engines.add_commands(commands, window)
     evaluation.add_commands(commands)
     for command in (info, generate, demo):
@@ -391,6 +392,7 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
         deterministic=options.deterministic,
         max_batch=min(prompts, 32),
         progress=sys.stderr.isatty(),
+        allow=options.allow,
         **more,
     )
 
