@@ -162,9 +162,9 @@ def _print_built(output: str, report: Report) -> None:
         print(f"MoE layers evaluate every expert: {bundle.dense_moe_factor:.1f} times the arithmetic of those chosen")
     if plan := bundle.plan:
         for name, seconds in plan.seconds.items():
-            size = bundle.files[bundles.PLANS[name]]["bytes"]
-            print(f"{bundles.PLANS[name]}: {_size(size)}, {plan.tensorrt} {plan.version}, {seconds:.1f} s")
-        print(f"most memory while building: {_size(plan.peak_bytes)}")
+            stored = bundle.files[bundles.PLANS[name]]["bytes"]
+            print(f"{bundles.PLANS[name]}: {size(stored)}, {plan.tensorrt} {plan.version}, {seconds:.1f} s")
+        print(f"most memory while building: {size(plan.peak_bytes)}")
         if plan.tensorrt == "tensorrt_rtx":
             print(f"{RTX_ONLY}.")
     if not bundle.plugins_have_cuda:
@@ -181,7 +181,7 @@ def _inspect(options) -> int:
     bundle = bundles.read(options.folder)
     path = Path(options.folder) / bundles.LAYERS
     layers = json.loads(path.read_text(encoding="utf-8")) if bundles.LAYERS in bundle.files else {}
-    budget = None if options.memory is None else _bytes(options.memory)
+    budget = None if options.memory is None else bytes_of(options.memory)
     sequences = None if budget is None else bundles.concurrency(bundle, budget)
     if options.json:
         report = {
@@ -245,15 +245,15 @@ def _print_layers(name: str, layers: list[dict], every: bool) -> None:
 
 
 def _print_memory(bundle: Bundle, budget: int | None, sequences: int | None) -> None:
-    print(f"\nMamba state a slot  {_size(bundle.state_bytes)}, all layers")
-    print(f"KV cache a row      {_size(bundle.kv_bytes)}, all layers")
-    print(f"outputs of a row    {_size(bundle.step_output_bytes)}")
-    print(f"else                {_size(bundle.fixed_bytes)}: weights, contexts, a prompt's outputs")
+    print(f"\nMamba state a slot  {size(bundle.state_bytes)}, all layers")
+    print(f"KV cache a row      {size(bundle.kv_bytes)}, all layers")
+    print(f"outputs of a row    {size(bundle.step_output_bytes)}")
+    print(f"else                {size(bundle.fixed_bytes)}: weights, contexts, a prompt's outputs")
     if budget is not None:
-        print(f"within {_size(budget)}: {sequences} sequences; this engine has slots for {bundle.engine.max_batch}")
+        print(f"within {size(budget)}: {sequences} sequences; this engine has slots for {bundle.engine.max_batch}")
 
 
-def _bytes(text: str) -> int:
+def bytes_of(text: str) -> int:
     """Bytes of "24GiB", "80GB", "512" …."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|B)?", text)
     if not found:
@@ -261,7 +261,7 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or "B"])
 
 
-def _size(value: int) -> str:
+def size(value: int) -> str:
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if value >= _UNITS[unit]), None)
     return f"{value / _UNITS[unit]:.2f} {unit}" if unit else f"{value} B"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval.
+"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, plan, quantize, eval.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
 something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .builder import command as engines
+from .builder import plan_command
 from .evaluation import command as evaluation
 
 PROMPTS = (
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         engines.add_allow(command)
     engines.add_commands(commands, window)
+    plan_command.add_command(commands, window)
     evaluation.add_commands(commands)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
