@@ -95,7 +95,7 @@ def _build(options) -> int:
     common = dict(
         targets=tuple(options.target),
         timing_cache=options.timing_cache and Path(options.timing_cache),
-        progress=_Bar() if sys.stderr.isatty() else lambda *_: None,
+        progress=progress_bar(),
     )
     names = (
         "max_batch",
@@ -117,11 +117,11 @@ def _build(options) -> int:
             given["allow"] = options.allow
         if given:
             raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
-        with _ending_on_signals():
+        with ending_on_signals():
             report = rebuild(options.source, options.output, **common)
     else:
         config = EngineConfig(**given)
-        with _ending_on_signals():
+        with ending_on_signals():
             report = build(options.checkpoint, options.output, config, allow=options.allow, **common)
     bundle = report.bundle
     if options.json:
@@ -132,7 +132,7 @@ def _build(options) -> int:
 
 
 @contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def ending_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, so that nothing half-written stays behind; not one that is ignored."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -264,6 +264,11 @@ def bytes_of(text: str) -> int:
 def size(value: int) -> str:
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if value >= _UNITS[unit]), None)
     return f"{value / _UNITS[unit]:.2f} {unit}" if unit else f"{value} B"
+
+
+def progress_bar():
+    """Shows phases on stderr if that is a terminal."""
+    return _Bar() if sys.stderr.isatty() else lambda *_: None
 
 
 class _Bar:

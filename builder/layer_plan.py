@@ -9,6 +9,8 @@ from functools import cached_property
 from .. import MambaGeometry, ReplayConfig, SlotLayout
 from ..runtime.model_config import MAMBA, ModelConfig
 
+STATE_KEY = "replayssm"  # of a config.json that says how states are to be kept, in the words of `slot_json`
+
 
 @dataclass(frozen=True)
 class RankSlice:

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .builder import command as engines
-from .builder import plan_command
+from .builder import plan_command, quantize_command
 from .evaluation import command as evaluation
 
 PROMPTS = (
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         engines.add_allow(command)
     engines.add_commands(commands, window)
     plan_command.add_command(commands, window)
+    quantize_command.add_command(commands, window)
     evaluation.add_commands(commands)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
