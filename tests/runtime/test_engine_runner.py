@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trtllm_replayssm.builder import EngineConfig, build
+from trtllm_replayssm.builder.engine_config import STATE_IO
 from trtllm_replayssm.runtime import Engine, EngineRunner, ExecutorError, SamplingParams, executor
 from trtllm_replayssm.runtime.memory import StateLost
 
@@ -15,7 +16,13 @@ from .drafters import Scripted
 from .prompts import PROMPTS
 
 CONFIG = EngineConfig(
-    max_batch=3, max_seq_len=160, draft_tokens=3, max_prefill_tokens=16, window=8, dtype="float32", state_io="same_pointer"
+    max_batch=3,
+    max_seq_len=160,
+    draft_tokens=3,
+    max_prefill_tokens=16,
+    window=8,
+    dtype="float32",
+    state_io="same_pointer",
 )
 LIKE_IT = dict(device="cpu", max_batch=3, context=160, prefill_chunk=16, window=8)
 FEW = SamplingParams(max_tokens=30)
@@ -51,17 +58,19 @@ def tokens_of(sequences):
 # ---- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("speculation", [None, "mtp", "ngram"])
-@pytest.mark.parametrize("state_io", ["alias", "same_pointer", "host_pointer"])
+@pytest.mark.parametrize(
+    "state_io, speculation",
+    [("same_pointer", None), ("same_pointer", "ngram"), *((io, "mtp") for io in STATE_IO)],
+)
 def test_same_tokens(folders, state_io, speculation):
-    """Eight prompts in three slots, in chunks, so that slots are used again: greedy texts, their drafts, and what was
+    """Six prompts in three slots, in chunks, so that slots are used again: greedy texts, their drafts, and what was
     moved."""
     engine = runner(folders(state_io=state_io), speculation=speculation)
     reference = embedded(speculation=speculation)
-    given, expected = (e.generate(PROMPTS[:8], FEW) for e in (engine, reference))
+    given, expected = (e.generate(PROMPTS[:6], FEW) for e in (engine, reference))
     assert tokens_of(given) == tokens_of(expected)
-    if speculation:  # without, the reference has shorter rings of convolution inputs, and counts the same
-        assert engine.statistics()["acceptance"].accepted > 10
+    if speculation:
+        assert engine.statistics()["acceptance"].accepted > 5
     for name, value in reference.statistics().items():
         assert "seconds" in name or engine.statistics()[name] == value, name
     assert engine.statistics()["decode_traffic"].flushes > 10
@@ -70,14 +79,14 @@ def test_same_tokens(folders, state_io, speculation):
 def test_sampled_texts(folders):
     """Random numbers go by seed and position, with drafts and without; a request may ask for fewer."""
     params = [
-        SamplingParams(max_tokens=30, temperature=0.8, top_k=40, top_p=0.95, seed=seed, draft_tokens=seed % 4)
-        for seed in range(6)
+        SamplingParams(max_tokens=20, temperature=0.8, top_k=40, top_p=0.95, seed=seed, draft_tokens=seed % 4)
+        for seed in range(4)
     ]
     (plain, drafted), reference = (runner(folders(), speculation=s) for s in (None, "mtp")), embedded()
-    expected = reference.generate(PROMPTS[:6], [replace(p, draft_tokens=None) for p in params])
-    assert [t.tokens for t in drafted.generate(PROMPTS[:6], params)] == [t.tokens for t in expected]
+    expected = reference.generate(PROMPTS[:4], [replace(p, draft_tokens=None) for p in params])
+    assert [t.tokens for t in drafted.generate(PROMPTS[:4], params)] == [t.tokens for t in expected]
     own = [replace(p, draft_tokens=0) for p in params]
-    assert [t.tokens for t in plain.generate(PROMPTS[:6], own)] == [t.tokens for t in expected]
+    assert [t.tokens for t in plain.generate(PROMPTS[:4], own)] == [t.tokens for t in expected]
 
 
 @pytest.mark.parametrize("speculation", [None, "mtp"])

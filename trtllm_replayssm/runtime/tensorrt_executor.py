@@ -77,6 +77,7 @@ class LoadedPlans:
         engine = runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise ExecutorError(f"{path}: TensorRT cannot load it: {self.log.first_error()}")
+        _require_tensors(path, engine, self.bundle.bindings[path.stem])
         return engine
 
 
@@ -128,6 +129,16 @@ def _rtx() -> ModuleType:
     if importlib.util.find_spec("tensorrt_rtx_libs") is None:
         raise ImportError("no package tensorrt_rtx is installed (pip install 'trtllm-replayssm[rtx]')")
     return tensorrt_package.rtx_bindings()
+
+
+def _require_tensors(path: Path, engine, bindings: dict) -> None:
+    """ExecutorError unless the engine has inputs and outputs of these names."""
+    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    if names != set(bindings):
+        name = min(names ^ set(bindings))
+        raise ExecutorError(
+            f"{path}: a plan of another graph: {name} is in {'it' if name in names else 'config.json'} only"
+        )
 
 
 def _require_gpu(bundle: Bundle, found: list[gpus.GPU]) -> None:
