@@ -88,6 +88,9 @@ std::string describe(int32_t code, int32_t row, int64_t given, int64_t expected)
       format = "the state of head %" PRId64 " in layer %" PRId64
                " was stored with a NaN or an infinity, expected finite values (a reset heals the slot)";
       break;
+    case REPLAYSSM_ROW_LENGTH_RANGE:
+      format = "prompt, or generated part, of %" PRId64 " tokens, expected at least %" PRId64;
+      break;
     default:
       format = "unknown error (given %" PRId64 ", expected %" PRId64 ")";
       break;
@@ -197,6 +200,18 @@ struct Spec {
     finish(replayssm_plan_next(&exec, &geometry, &config, &shared, pointer<int32_t>(slots), pointer<int32_t>(counts),
                                pointer<int32_t>(accepted), rows, row_tokens, pointer<void>(plan_), nullptr),
            stream, shared);
+  }
+
+  // The error word is a buffer of its own; a host op's refusal is raised, too.
+  void plan_lengths(int64_t stream, uintptr_t slots, uintptr_t prompt_lengths, uintptr_t sequence_lengths,
+                    uintptr_t token_ends, int32_t rows, bool prompts, uintptr_t plan_, uintptr_t error_) const {
+    const auto exec = execution(stream);
+    auto* const error = pointer<replayssm_error>(error_);
+    check(replayssm_plan_lengths(&exec, &geometry, &config, num_slots, pointer<int32_t>(slots),
+                                 pointer<int32_t>(prompt_lengths), pointer<int32_t>(sequence_lengths),
+                                 pointer<int32_t>(token_ends), rows, prompts, pointer<void>(plan_), error));
+    if (stream == kHost && error->code != REPLAYSSM_ROW_OK)
+      throw InvalidArgument(describe(error->code, error->row, error->given, error->expected));
   }
 
   void commit(int64_t stream, uintptr_t table_, uintptr_t plan_, int32_t rows, uintptr_t accepted, int32_t use) const {
@@ -452,6 +467,7 @@ NB_MODULE(_core, m) {
       .def("adopt", &Spec::adopt, unlocked)
       .def("plan", &Spec::plan, unlocked)
       .def("plan_next", &Spec::plan_next, unlocked)
+      .def("plan_lengths", &Spec::plan_lengths, unlocked)
       .def("commit", &Spec::commit, unlocked)
       .def("abandon", &Spec::abandon, unlocked)
       .def("conv_step", &Spec::conv_step, unlocked)

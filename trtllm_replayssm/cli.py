@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, plan, quantize, eval.
+"""The command `trtllm-replayssm`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
 something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
@@ -22,6 +22,7 @@ from pathlib import Path
 from .builder import command as engines
 from .builder import plan_command, quantize_command
 from .evaluation import command as evaluation
+from .integrations.trtllm_build import command as trtllm_build
 
 PROMPTS = (
     "In the beginning God created",
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_command(commands, window)
     quantize_command.add_command(commands, window)
     evaluation.add_commands(commands)
+    trtllm_build.add_commands(commands, window)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser

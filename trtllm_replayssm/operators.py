@@ -31,6 +31,8 @@ SCHEMAS = {
     "plan": "Tensor(a!) table, str spec, Tensor slots, Tensor? counts, int uniform_count, int rows, Tensor(b!) plan",
     "plan_next": "Tensor(a!) table, str spec, Tensor slots, Tensor counts, Tensor accepted, int row_tokens, "
     "Tensor(b!) plan",
+    "plan_lengths": "str spec, Tensor slots, Tensor prompt_lengths, Tensor? sequence_lengths, Tensor token_ends, "
+    "bool prompts, Tensor(a!) plan, Tensor(b!) error",
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
@@ -118,6 +120,20 @@ def plan_next(table, spec, slots, counts, accepted, row_tokens, plan):
         slots.numel(),
         row_tokens,
         plan.data_ptr(),
+    )
+
+
+def plan_lengths(spec, slots, prompt_lengths, sequence_lengths, token_ends, prompts, plan, error):
+    core_spec(spec).plan_lengths(
+        _stream(slots),
+        slots.data_ptr(),
+        prompt_lengths.data_ptr(),
+        _address(sequence_lengths),
+        token_ends.data_ptr(),
+        slots.numel(),
+        prompts,
+        plan.data_ptr(),
+        error.data_ptr(),
     )
 
 

@@ -358,6 +358,28 @@ replayssm_status replayssm_plan_next(const replayssm_exec* exec, const replayssm
   return REPLAYSSM_DISPATCH(plan_next, problem, *table, slots, counts, accepted, rows, row_tokens, plan, status);
 }
 
+replayssm_status replayssm_plan_lengths(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                        const replayssm_config* config, int32_t num_slots, const int32_t* slots,
+                                        const int32_t* prompt_lengths, const int32_t* sequence_lengths,
+                                        const int32_t* token_ends, int32_t rows, int32_t prompts, void* plan,
+                                        replayssm_error* error) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, &problem));
+  if (num_slots < 1) return fail(REPLAYSSM_INVALID_ARGUMENT, "num_slots: expected >= 1, got %d", num_slots);
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
+  REPLAYSSM_REQUIRE_POINTER(plan);
+  REPLAYSSM_REQUIRE_POINTER(error);
+  if (rows > 0) {
+    REPLAYSSM_REQUIRE_POINTER(slots);
+    REPLAYSSM_REQUIRE_POINTER(prompt_lengths);
+    if (!prompts) REPLAYSSM_REQUIRE_POINTER(sequence_lengths);
+    REPLAYSSM_REQUIRE_POINTER(token_ends);
+  }
+  const LengthsArgs args = {slots, prompt_lengths, sequence_lengths, token_ends, num_slots, prompts != 0};
+  return REPLAYSSM_DISPATCH(plan_lengths, problem, args, rows, plan, error);
+}
+
 replayssm_status replayssm_commit(const replayssm_exec* exec, const replayssm_table* table, const void* plan,
                                   int32_t rows, const int32_t* accepted, int32_t use) {
   REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));

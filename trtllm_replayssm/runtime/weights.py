@@ -228,6 +228,16 @@ class Weights:
             )
         return scale
 
+    def slice(self, name: str, axis: int | None, start: int, stop: int) -> torch.Tensor:
+        """Elements start..stop-1 along dimension `axis` (0 or 1) of tensor `name` as it is stored, the only ones that
+        are read; axis None: the whole tensor."""
+        path = self._file_of[name]
+        try:
+            stored = self._files[path].get_slice(name)
+            return stored[:] if axis is None else stored[start:stop] if axis == 0 else stored[:, start:stop]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from None
+
     def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, framework="pt")

@@ -239,7 +239,8 @@ typedef enum {
   REPLAYSSM_ROW_SLOT_OPEN = 2,      /* slot with an outstanding plan, or named twice */
   REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; expected: its flags */
   REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
-  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
+  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count (in
+                                       plan_lengths: their end is not where expected) */
   REPLAYSSM_ROW_TOO_LONG = 6,       /* step got a row of more than max_step_tokens */
   REPLAYSSM_ROW_ACCEPTED_RANGE = 7, /* accepted outside 0..count, not the whole count of folded tokens, or a row that
                                        the op refused */
@@ -248,8 +249,10 @@ typedef enum {
   REPLAYSSM_ROW_HAS_RECORDS = 10,   /* conventional_step or _verify of a slot that holds records; given: their number */
   REPLAYSSM_ROW_HAS_SNAPSHOTS = 11, /* anything but conventional_verify of a slot whose state is a snapshot; given: the
                                        slot */
-  REPLAYSSM_ROW_STATE_NOT_FINITE = 12 /* the state that the row stored holds a NaN or an infinity, in its format; given:
-                                         the head, expected: the layer */
+  REPLAYSSM_ROW_STATE_NOT_FINITE = 12, /* the state that the row stored holds a NaN or an infinity, in its format;
+                                          given: the head, expected: the layer */
+  REPLAYSSM_ROW_LENGTH_RANGE = 13 /* plan_lengths: a prompt of no token, or a decode step before its first generated
+                                     token; given: tokens of the prompt, or generated, expected: the least */
 } replayssm_row_error;
 
 /* Traffic counters, int64 each, added up by commit for one layer. */
@@ -395,6 +398,23 @@ REPLAYSSM_API replayssm_status replayssm_plan_next(const replayssm_exec* exec, c
                                                    const int32_t* slots, const int32_t* counts, const int32_t* accepted,
                                                    int32_t rows, int32_t row_tokens, void* plan,
                                                    replayssm_error* status);
+
+/* A plan for a runtime that keeps no cursors of ours, only two lengths a sequence (TensorRT-LLM's engine runtime). All
+ * rows are prompts, or all are decode steps of one token each, and all that a cursor would say follows from the
+ * lengths: prompts:  the sequence begins (tokens = history = writes = 0) and brings prompt_lengths[i] tokens, for
+ * prefill. steps:    k = sequence_lengths[i] - prompt_lengths[i] - 1 tokens were decoded before, the one of this step
+ * not among them; tokens = prompt_lengths[i] + k; history = k ? (k - 1) mod L + 1 : 0; writes = 1 + max(k - 1, 0) / L,
+ * which is where steps of one token lead after a prefill. For step. The stream is 0. The rows' tokens are packed: those
+ * of row i end at token_ends[i] (inclusive prefix sums, so the last one is num_tokens), and must be as many as the row
+ * brings. slots, prompt_lengths, sequence_lengths (read for steps only), token_ends int32 [rows]. Slots have no state
+ * but their memory: nothing is opened, and there is no commit. error [1] is overwritten: code 0, or the first row that
+ * is refused. Layer ops take it as the error word of a table whose cursors they do not read. */
+REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                      const replayssm_config* config, int32_t num_slots,
+                                                      const int32_t* slots, const int32_t* prompt_lengths,
+                                                      const int32_t* sequence_lengths, const int32_t* token_ends,
+                                                      int32_t rows, int32_t prompts, void* plan,
+                                                      replayssm_error* error);
 
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
