@@ -57,10 +57,11 @@ Progress = Callable[[str, int, int], None]  # a phase, steps done, steps in all
 
 class Recipe(NamedTuple):
     """source: a file of Model Optimizer's recipes, or the name of one of its configurations. experts: whether routed
-    experts are all that it makes NVFP4."""
+    experts are all that it makes NVFP4. layers: of the model whose layers it names by number."""
 
     source: str
-    experts: bool
+    experts: bool = False
+    layers: int | None = None
 
 
 _NEMOTRON = "models/nvidia/NVIDIA-Nemotron-3-"
@@ -68,7 +69,8 @@ RECIPES = {
     "nemotron3": Recipe(_NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-max-calib", experts=True),
     "nemotron3-mse": Recipe(_NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-mse", experts=True),
     "nemotron3-4o6": Recipe(_NEMOTRON + "Ultra-550B-A55B-BF16/ptq/nvfp4-4o6", experts=True),
-    "aggressive": Recipe("MAMBA_MOE_NVFP4_AGGRESSIVE_CFG", experts=False),
+    "nemotron3-nano-4b": Recipe(_NEMOTRON + "Nano-4B-BF16/ptq/nvfp4_w4a16", layers=42),
+    "aggressive": Recipe("MAMBA_MOE_NVFP4_AGGRESSIVE_CFG"),
 }
 
 
@@ -138,7 +140,7 @@ def quantize(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or quantised already.
-        ValueError: the recipe is unknown, needs a GPU, or is for models with experts.
+        ValueError: the recipe is unknown, needs a GPU, or is for other models.
         QuantizationError: the result is not what it should be.
         FileExistsError: `output` is there.
         ImportError: Model Optimizer or transformers are missing.
@@ -156,6 +158,11 @@ def quantize(
     if RECIPES[recipe].experts and MOE not in model.layers:
         raise ValueError(
             f"recipe {recipe!r} makes routed experts NVFP4, but {checkpoint} has no layers with any: take 'aggressive'"
+        )
+    if RECIPES[recipe].layers not in (None, len(model.layers)):
+        raise ValueError(
+            f"recipe {recipe!r} names layers of a model of {RECIPES[recipe].layers}, but {checkpoint} has "
+            f"{len(model.layers)}: take 'aggressive'"
         )
     if not torch.cuda.is_available() and (method := _method(recipe)) != "max":
         raise ValueError(f"recipe {recipe!r} calibrates by {method!r}, which Model Optimizer does on a GPU only")
