@@ -4,6 +4,7 @@ tensor."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from trtllm_replayssm.cli import main
 from trtllm_replayssm.runtime import CheckpointError, Engine, ModelConfig
 from trtllm_replayssm.runtime.quantization import seems_swizzled
 from trtllm_replayssm.runtime.weights import Weights
@@ -64,6 +66,7 @@ def spoil(good, tmp_path):
         raw = json.loads((good / "hf_quant_config.json").read_text())
         raw["quantization"] |= lists or {}
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(raw))
+        shutil.copy(good / "tokenizer.json", tmp_path)
         return tmp_path
 
     return copy
@@ -156,7 +159,7 @@ def layers_of(good, **changes):
     return {"quantized_layers": layers | changes}
 
 
-def test_lists_that_contradict(good, spoil):
+def test_lists_that_contradict(good, spoil, capsys):
     lm_head = tensor(good, "lm_head.weight")
     everything = {"quant_algo": "NVFP4", "quantized_layers": {}}
     cases = [
@@ -180,6 +183,11 @@ def test_lists_that_contradict(good, spoil):
     with pytest.raises(CheckpointError, match="hf_quant_config.json: .* .and 1 more.; --allow MODULE"):
         taken_in(folder)  # config.json says the same
     assert taken_in(folder, ["lm_*"]).quantized["lm_head.weight"] == "NVFP4"
+    arguments = ["generate", "--checkpoint", str(folder), "--prompt", "In", "--max-tokens", "1"]
+    assert main(arguments) == 2
+    assert "says that 'lm_head' is plain" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="6 FP8 and 18 NVFP4 weights become float32"):
+        assert main([*arguments, "--allow", "lm_head"]) == 0
 
 
 def test_spellings_of_lists(good, spoil):

@@ -219,11 +219,12 @@ def test_refusals(tmp_path):
     packed = write_family(tmp_path / "packed", "nano-30b-a3b", quantized=True, **SHORT)
     dense = write_family(tmp_path / "dense", "nano-4b", num_hidden_layers=3, hybrid_override_pattern="M-M")
     for checkpoint, recipe, kind, message in (
-        (TINY, "best", ValueError, "recipe: expected one of nemotron3, nemotron3-mse, nemotron3-4o6, aggressive, got"),
+        (TINY, "best", ValueError, "recipe: expected one of nemotron3, nemotron3-mse, nemotron3-4o6, nemotron3"),
         (TINY, "nemotron3-mse", ValueError, "recipe 'nemotron3-mse' calibrates by 'mse', which .* on a GPU only"),
         (TINY, "nemotron3-4o6", ValueError, "recipe 'nemotron3-4o6' calibrates by 'mse', which .* on a GPU only"),
+        (TINY, "nemotron3-nano-4b", ValueError, "names layers of a model of 42, but .* has 6: take 'aggressive'"),
         (packed, "nemotron3", CheckpointError, "is quantised already: 'backbone.layers.0.mixer.in_proj.weight' is"),
-        (dense, "nemotron3", ValueError, "finds nothing to make NVFP4 in this model: take 'aggressive'"),
+        (dense, "nemotron3", ValueError, "recipe 'nemotron3' makes routed experts NVFP4, but .* has no layers"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             quantize(checkpoint, tmp_path / "made", TOKENS, recipe, state=STATE, text="test")

@@ -170,11 +170,11 @@ class Weights:
     def stored(self, name: str) -> torch.Tensor:
         """Tensor `name` (scales are tensors too) as the file has it, on the CPU. Do not write to it."""
         path = self._file_of[name]
-        if self._mapped > _MOST_MAPPED:
-            self._mapped = 0
-            for opened in self._files:  # pages of a mapped file count as ours until it is closed
-                self._files[opened] = safe_open(opened, framework="pt")
         try:
+            if self._mapped > _MOST_MAPPED:
+                self._mapped = 0
+                for opened in self._files:  # pages of a mapped file count as ours until it is closed
+                    self._files[opened] = safe_open(opened, framework="pt")
             tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from None
