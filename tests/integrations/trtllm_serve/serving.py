@@ -7,6 +7,7 @@ identity, so a token's hidden state is z | x | B | C | dt, and every Mamba layer
 """
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from trtllm_replayssm import MambaGeometry
 
 LAYER_MASK = [True, False, True, False]  # which layers of the model are Mamba layers
 DUMMY_ID = (1 << 64) - 1
+WARM_UP = 80  # steps before the first CUDA graph
 MAPPING = SimpleNamespace(
     tp_size=1, tp_rank=0, pp_size=1, pp_rank=0, rank=0, enable_attention_dp=False, gpus_per_node=1, world_size=1
 )
@@ -47,19 +49,21 @@ class Server:
         Mamba2Metadata.
     drafts: most drafts a step; None: no speculation.
     dtypes: of the model and of its states.
+    graphs: capture steps without prompts in CUDA graphs, and replay them.
     more: further arguments of the cache manager.
     """
 
-    def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", seed=0,
+    def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", graphs=False, seed=0,
                  dtypes=(torch.float32, torch.float32), geometry=None, **more):  # fmt: skip
         self.profile, self.drafts, self.max_batch, self.device = profile, drafts, max_batch, torch.device(device)
+        self.graphs, self.captured, self.steps = graphs, {}, 0
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.geometry = g = geometry or MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64)
         self.dtypes = dtypes
         self.width = 2 * g.num_heads * g.head_dim + 2 * g.num_groups * g.state_dim + g.num_heads
         sizes = (g.state_dim, g.conv_kernel, g.num_heads, g.num_groups, g.head_dim)
-        with self.device:
+        with self._on_device():
             layers = [layer for layer, is_mamba in enumerate(LAYER_MASK) if is_mamba]
             self.mixers = [self._mixer(model, layer) for layer in layers]
             hybrid = getattr(manager, "MixedMambaHybridCacheManager", None) or manager.MambaHybridCacheManager
@@ -77,13 +81,20 @@ class Server:
         self.waiting: list[Request] = []
         self.next_id = 0
         self.worst = 0.0  # largest relative error of a row so far
+        self.squares = np.zeros(2)  # of all errors and all expected values
         self.counts = {"prefilled": 0, "decoded": 0, "verified": 0, "padded": 0, "preempted": 0, "finished": 0}
+
+    @property
+    def error(self) -> float:
+        """Relative error of all outputs so far, L2."""
+        return float(np.sqrt(self.squares[0] / self.squares[1]))
 
     def _mixer(self, model, layer):
         g = self.geometry
         mixer = model.Mamba2Mixer(
             d_model=self.width, d_state=g.state_dim, d_conv=g.conv_kernel, nheads=g.num_heads, n_groups=g.num_groups,
-            head_dim=g.head_dim, chunk_size=8, layer_idx=layer, dtype=self.dtypes[0], config=_model_config(self.dtypes),
+            head_dim=g.head_dim, chunk_size=8, layer_idx=layer, dtype=self.dtypes[0],
+            config=_model_config(self.dtypes),
         )  # fmt: skip
         heads = g.num_heads
         values = {
@@ -101,6 +112,9 @@ class Server:
         if hasattr(mixer, "post_load_weights"):
             mixer.post_load_weights()
         return mixer
+
+    def _on_device(self):
+        return nullcontext() if self.device.type == "cpu" else self.device
 
     # ---- a step ----
 
@@ -124,7 +138,7 @@ class Server:
         if padding and self.profile == "A":  # the very same dummy request again and again
             requests += [SimpleNamespace(py_request_id=DUMMY_ID, is_dummy=True)] * padding
         scheduled = SimpleNamespace(context_requests=contexts, generation_requests=requests)
-        with self.device:
+        with self._on_device():
             self.manager.prepare_resources(scheduled)
             if padding and self.profile == "B":
                 self.manager.reorder_state_indices_when_padding_requests(len(decoding), padding)
@@ -138,7 +152,10 @@ class Server:
             attn_metadata = self._attn_metadata(lengths, contexts, ids)
             self.metadata.prepare(attn_metadata)
             accepted = [self.random.randint(1, tokens) for _ in drafts]
-            outputs = self._run(attn_metadata, hidden, draft_length if verify else None, accepted)
+            accepted_by_all = torch.tensor([1] * len(contexts) + accepted, dtype=torch.int32)
+            run = self._replay if self.graphs and not contexts and self.steps > WARM_UP else self._run
+            outputs = run(attn_metadata, hidden, draft_length if verify else None, accepted_by_all)
+        self.steps += 1
 
         first = 0
         outputs = [output.double().cpu().numpy() for output in outputs]
@@ -163,8 +180,23 @@ class Server:
                 lengths = dict(max_draft_len=draft_length, runtime_draft_len=draft_length)
                 spec["spec_metadata"] = SimpleNamespace(**lengths)
         outputs = [mixer(hidden, attn_metadata, self.metadata, **spec) for mixer in self.mixers]
-        if draft_length is not None and accepted:
-            self._accept(attn_metadata, torch.tensor([1] * attn_metadata.num_contexts + accepted, dtype=torch.int32))
+        if draft_length is not None and attn_metadata.num_seqs > attn_metadata.num_contexts:
+            self._accept(attn_metadata, accepted)
+        return outputs
+
+    def _replay(self, attn_metadata, hidden, draft_length, accepted):
+        """The same out of a CUDA graph, one for each number of rows and draft length."""
+        key = attn_metadata.num_seqs, draft_length
+        if key not in self.captured:
+            inputs = hidden.clone(), accepted.clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = self._run(attn_metadata, inputs[0], draft_length, inputs[1])
+            self.captured[key] = graph, inputs, outputs
+        graph, inputs, outputs = self.captured[key]
+        for static, given in zip(inputs, (hidden, accepted), strict=True):
+            static.copy_(given)
+        graph.replay()
         return outputs
 
     def _accept(self, attn_metadata, accepted: torch.Tensor):
@@ -190,10 +222,8 @@ class Server:
     # ---- who comes, stays and goes ----
 
     def _free(self) -> int:
-        """Slots for new requests: one stays for profile A's dummy."""
-        return len(
-            self.manager.mamba_cache_free_blocks if self.profile != "C" else self.manager._impl.mamba_cache_free_blocks
-        )
+        """Slots that no request has."""
+        return len(getattr(self.manager, "_impl", self.manager).mamba_cache_free_blocks)
 
     def _admit(self):
         if self.random.random() < 0.4 and len(self.live) < self.max_batch - 1:
@@ -266,6 +296,7 @@ class Server:
             y, states = oracle.recur(request.states[layer], *scan)
             expected = y.reshape(len(tokens), inner) * z / (1 + np.exp(-z))
             self.worst = max(self.worst, oracle.relative_error(output, expected))
+            self.squares += np.square(output - expected).sum(), np.square(expected).sum()
             request.states[layer] = states[accepted]
         request.history = np.concatenate([request.history, tokens[:accepted]])
 

@@ -33,7 +33,7 @@ def local_layers(layer_mask) -> list[int]:
     return [layer for layer, is_mamba in enumerate(layer_mask) if is_mamba]
 
 
-def empty(*shape, dtype):
+def empty(*shape, dtype=torch.float32):
     """torch.empty at its worst."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
@@ -200,7 +200,7 @@ class Mamba2Metadata:
 
     def prepare(self, attn_metadata):
         contexts = attn_metadata.num_contexts
-        lengths = attn_metadata.seq_lens[:contexts]
+        lengths = attn_metadata.seq_lens_cuda[:contexts]
         self.cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
         self.seq_idx = torch.repeat_interleave(torch.arange(contexts), lengths)[None]
         cached = attn_metadata.kv_cache_params.num_cached_tokens_per_seq[:contexts]
