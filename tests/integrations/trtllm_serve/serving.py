@@ -53,8 +53,8 @@ class Server:
     more: further arguments of the cache manager.
     """
 
-    def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", graphs=False, seed=0,
-                 dtypes=(torch.float32, torch.float32), geometry=None, **more):  # fmt: skip
+    def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", graphs=False,
+                 seed=0, dtypes=(torch.float32, torch.float32), geometry=None, **more):  # fmt: skip
         self.profile, self.drafts, self.max_batch, self.device = profile, drafts, max_batch, torch.device(device)
         self.graphs, self.captured, self.steps = graphs, {}, 0
         self.random = random.Random(seed)

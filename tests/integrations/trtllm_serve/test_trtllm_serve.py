@@ -96,12 +96,12 @@ def test_captured_steps_are_the_oracles(serve, profile, drafts):
 @pytest.mark.parametrize(
     "dtypes, environment, more, checkpoint, bound",
     [
-        ((torch.bfloat16, torch.float32), {}, {}, "fp32", 2e-2),
-        ((torch.float32, torch.float16), {}, {}, "fp16", 2e-3),
-        ((torch.float32, torch.float16), {}, {"mamba_ssm_stochastic_rounding": True}, "fp16_sr", 2e-3),
-        ((torch.float32, torch.float16), {"REPLAYSSM_STOCHASTIC_ROUNDING": "1"}, {}, "fp16_sr", 2e-3),
-        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "fp8"}, {}, "fp32", 6e-2),
-        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "e2m2", "REPLAYSSM_WINDOW": "16"}, {}, "fp32", 0.3),
+        ((torch.bfloat16, torch.float32), {}, {}, "fp32", 6e-3),
+        ((torch.float32, torch.float16), {}, {}, "fp16", 5e-4),
+        ((torch.float32, torch.float16), {}, {"mamba_ssm_stochastic_rounding": True}, "fp16_sr", 5e-4),
+        ((torch.float32, torch.float16), {"REPLAYSSM_STOCHASTIC_ROUNDING": "1"}, {}, "fp16_sr", 5e-4),
+        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "fp8"}, {}, "fp32", 2e-2),
+        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "e2m2", "REPLAYSSM_WINDOW": "16"}, {}, "fp32", 3e-2),
     ],
 )
 def test_formats(serve, dtypes, environment, more, checkpoint, bound):
