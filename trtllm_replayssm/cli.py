@@ -23,6 +23,7 @@ from .builder import command as engines
 from .builder import plan_command, quantize_command
 from .evaluation import command as evaluation
 from .integrations.trtllm_build import command as trtllm_build
+from .integrations.trtllm_serve import command as serving
 
 PROMPTS = (
     "In the beginning God created",
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize_command.add_command(commands, window)
     evaluation.add_commands(commands)
     trtllm_build.add_commands(commands, window)
+    serving.add_commands(commands)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
