@@ -19,8 +19,9 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from . import _core, plugins
 from .builder import command as engines
-from .builder import plan_command, quantize_command
+from .builder import plan_command, quantize_command, tensorrt_package
 from .evaluation import command as evaluation
 from .integrations.trtllm_build import command as trtllm_build
 from .integrations.trtllm_serve import command as serving
@@ -159,8 +160,7 @@ def window(value: str) -> int | str:
 
 def _info(options) -> int:
     package = importlib.import_module(__package__)
-    core = importlib.import_module("._core", __package__)
-    architectures = core.cuda_architectures()
+    architectures = _core.cuda_architectures()
     missing = [
         name for name in ("torch", "safetensors", "tokenizers", "tqdm") if importlib.util.find_spec(name) is None
     ]
@@ -168,11 +168,14 @@ def _info(options) -> int:
         "version": package.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "cuda_ops": core.has_cuda(),
+        "cuda_ops": _core.has_cuda(),
         "cuda_architectures": architectures.split(),
         "missing": missing,
         "torch": None,
         "gpus": [],
+        "plugins": _plugins(),
+        "tensorrt": tensorrt_package.installed(),
+        "engines": tensorrt_package.abilities(),
     }
     if "torch" not in missing:
         torch = importlib.import_module("torch")
@@ -188,6 +191,9 @@ def _info(options) -> int:
     )
     gpu = ", ".join(report["gpus"]) or ("unknown without torch" if "torch" in missing else "none that torch can use")
     runtime = "ready" if not missing else f"needs {', '.join(missing)}: pip install 'trtllm-replayssm[runtime]'"
+    graphs = "ready"
+    if importlib.util.find_spec("onnx") is None:
+        graphs = "needs onnx: pip install 'trtllm-replayssm[builder]'"
     print(f"trtllm-replayssm {report['version']}  (Python {report['python']}, {report['machine']})")
     for name, value in (
         ("CPU ops", "built"),
@@ -195,9 +201,22 @@ def _info(options) -> int:
         ("torch", report["torch"] or "not installed"),
         ("GPU", gpu),
         ("runtime", runtime),
+        ("plugins", report["plugins"] or "not built: TensorRT's headers were not found at build time"),
+        ("TensorRT", ", ".join(map(" ".join, report["tensorrt"].items())) or "not installed"),
+        ("build", report["engines"]["build"]),
+        ("run", f"{report['engines']['run']}; the graphs, on the CPU: {graphs}"),
     ):
         print(f"  {name:9} {value}")
     return 0
+
+
+def _plugins() -> str | None:
+    """The TensorRT plugin library of this installation."""
+    try:
+        path = plugins.library_path()
+    except RuntimeError:
+        return None
+    return f"{path.name}, {'with' if _core.has_cuda() else 'without'} CUDA ops"
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
