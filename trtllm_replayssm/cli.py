@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval, convert, trtllm-build, doctor.
+"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, plan, quantize, eval, convert, trtllm-build and
+doctor.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
 something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
@@ -20,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .builder import command as engines
+from .builder import plan_command, quantize_command
 from .evaluation import command as evaluation
 from .integrations.trtllm_build import command as trtllm_build
 
@@ -117,7 +119,10 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="a text's bits do not depend on the other texts, and 16-bit dtypes round less (slower)",
         )
+        engines.add_allow(command)
     engines.add_commands(commands, window)
+    plan_command.add_command(commands, window)
+    quantize_command.add_command(commands, window)
     evaluation.add_commands(commands)
     trtllm_build.add_commands(commands, window)
     for command in (info, generate, demo):
@@ -393,6 +398,7 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
         deterministic=options.deterministic,
         max_batch=min(prompts, 32),
         progress=sys.stderr.isatty(),
+        allow=options.allow,
         **more,
     )
 

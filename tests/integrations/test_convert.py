@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm import ReplayConfig, SlotLayout
-from trtllm_replayssm.integrations.trtllm_build.checkpoint import Parallelism
 from trtllm_replayssm.integrations.trtllm_build.convert import convert
+from trtllm_replayssm.integrations.trtllm_build.shards import Parallelism
 from trtllm_replayssm.runtime import CheckpointError, ModelConfig
 
 from ..runtime.conftest import TINY, write_checkpoint

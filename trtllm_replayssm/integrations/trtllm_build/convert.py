@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from ... import ReplayConfig
+from ...builder.engine_config import ACTIVATIONS
 from ...runtime.model_config import CheckpointError, ModelConfig
 from ...runtime.weights import Weights
-from .checkpoint import ACTIVATIONS, Parallelism, Target, TensorRtLlmCheckpoint
+from .shards import Parallelism, Target, TensorRtLlmCheckpoint
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
