@@ -59,7 +59,7 @@ class Target:
     """A tensor of a rank: pieces put after each other along their first dimension."""
 
     name: str
-    dtype: str  # "float32" or the model's
+    dtype: str  # a name of torch's
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
@@ -126,7 +126,7 @@ class TensorRtLlmCheckpoint:
 
     @property
     def config(self) -> dict:
-        """config.json."""
+        """config.json but for "quantization"."""
         model, replay = self.model, self.layout.config
         stride = self.layout.slot_stride
         if stride % SLOT_UNIT:
@@ -154,7 +154,6 @@ class TensorRtLlmCheckpoint:
                 "tp_size": self.parallelism.tp,
                 "pp_size": self.parallelism.pp,
             },
-            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
             "layer_types": [LAYER_TYPES[kind] for kind in model.layers],
             "rnn_hidden_size": HEAD_SIZE,
             "rnn_head_size": HEAD_SIZE,
