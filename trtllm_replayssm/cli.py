@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval.
+"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval, bench.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
-something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree or a benchmark's
+run was invalid, 2 bad input or something missing (one line says what), 130 interrupted, 129 and 143 a build ended by
+SIGHUP or SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from .bench import command as benchmarks
 from .builder import command as engines
 from .evaluation import command as evaluation
 
@@ -118,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     engines.add_commands(commands, window)
     evaluation.add_commands(commands)
+    benchmarks.add_commands(commands)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
