@@ -149,6 +149,7 @@ class DecodeLoop:
         self.out = torch.empty_like(self.inputs[0]["x"])
         self.slots = torch.arange(case.batch, dtype=torch.int32, device=device)
         self.accepted = torch.ones_like(self.slots)
+        self._begin()
         # Row r advances by r mod `phases` tokens. Rows that never commit stay where the next step does not flush yet.
         phases = case.window if case.flushes else case.window - case.tokens + 1
         for phase in range(1, phases):
@@ -164,6 +165,14 @@ class DecodeLoop:
         for _ in range(warm_up):
             self.step()
         self.pool.validate()
+
+    def _begin(self) -> None:
+        """A prompt of a token: a state that was never written would not be read."""
+        plan = self.pool.plan(self.slots, 1)
+        for layer, inputs in enumerate(self.inputs):
+            given = {name: t[: self.case.batch] if t.dim() > 1 else t for name, t in inputs.items()}
+            ops.prefill(self.pool, layer, plan, **given)
+        self.pool.commit(plan)
 
     def _next(self) -> None:
         """A step of all rows that accepts the next row of `draws`."""

@@ -106,9 +106,10 @@ class StepBench:
         flushes = (after["flushes"] - before["flushes"]) / (self.steps * self.repeats)
         expected = case.batch * flushes_per_row_and_step(config.window, 1) if case.mode == "replay" else 0.0
         check_flushes(flushes, expected)
+        figures = spread(times)
         return {
-            **spread(times),
-            "tokens_per_second": round(case.batch / (sorted(times)[len(times) // 2] * 1e-6)),
+            **figures,
+            "tokens_per_second": round(case.batch / (figures["us"] * 1e-6)),
             "flushes_per_step": round(flushes, 4),
             "parts_us": loop.parts(config.window),
         }
