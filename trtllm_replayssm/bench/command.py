@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import sys
@@ -158,7 +159,11 @@ class _Table:
 
 
 def _run(options, records, cases, identify, measure, table: _Table, draw: Callable) -> int:
-    """Measures the cases that `records` lacks. 1 if one was invalid; the others are measured all the same."""
+    """Measures the cases that `records` lacks. 1 if one was invalid or did not fit; the others are measured all the
+    same.
+    """
+    import torch
+
     from .records import InvalidRun
 
     code = 0
@@ -166,10 +171,13 @@ def _run(options, records, cases, identify, measure, table: _Table, draw: Callab
         identity = identify(case)
         record = records.kept(identity)
         if record is None:
+            gc.collect()  # runners and their graphs refer to each other
+            torch.cuda.empty_cache()
             try:
                 record = records.add(identity, measure(case))
-            except InvalidRun as error:
-                print(f"trtllm-replayssm: invalid run, not recorded: {identity}: {error}", file=sys.stderr)
+            except (InvalidRun, torch.OutOfMemoryError) as error:
+                reason = str(error).split(". ")[0]
+                print(f"trtllm-replayssm: invalid run, not recorded: {identity}: {reason}", file=sys.stderr)
                 code = 1
                 continue
         table.row(record)

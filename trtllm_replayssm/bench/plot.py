@@ -84,7 +84,7 @@ def draw_step(records: list[dict], parts: tuple[str, ...]) -> bytes:
         labels = [f"{bar['context']}\n{bar['mode'][:6]}" for bar in bars]
         axes.set_xticks(range(len(bars)), labels, fontsize="x-small", rotation=90 if len(bars) > 6 else 0)
         axes.set(ylabel="ms a step", title=f"batch {batch}", xlabel="context, mode")
-    panels[0][0].legend(fontsize="small")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
     figure.suptitle(f"{records[0]['model']}: a decode step, {_where(records)}")
     return _png(figure)
 

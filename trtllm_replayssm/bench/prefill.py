@@ -15,7 +15,7 @@ from .kernel import layer_inputs
 from .peers import Peer
 from .records import InvalidRun
 
-CHUNKS = (64, 128, 256)
+CHUNKS = (128, 256)
 
 
 class ChunkScan(Peer):
