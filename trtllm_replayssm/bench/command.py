@@ -396,6 +396,7 @@ def _serve(options) -> int:
             ("min", "tokens_per_second_min", "9.0f"),
             ("max", "tokens_per_second_max", "9.0f"),
             ("ms/step", "ms_per_step", "8.2f"),
+            ("prompts", "share_of_prompts", "7.0%"),
             ("accepted", "tokens_per_row_and_step", "8.2f"),
             ("Mamba bytes", "bytes_per_request.mamba", "12,d"),
             ("KV bytes", "bytes_per_request.kv", "11,d"),

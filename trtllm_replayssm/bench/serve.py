@@ -188,6 +188,7 @@ class ServeBench:
         server.run(self.steps)
         before = memory.pool.stats()
         server.steps.clear()
+        server.prompt_seconds = 0.0
         rates, took = [], 0.0
         for _ in range(self.repeats):
             tokens, seconds = server.run(self.steps)
@@ -203,7 +204,8 @@ class ServeBench:
             "tokens_per_second": round(statistics.median(rates), 1),
             "tokens_per_second_min": round(min(rates), 1),
             "tokens_per_second_max": round(max(rates), 1),
-            "ms_per_step": round(took * 1e3 / (self.steps * self.repeats), 2),
+            "ms_per_step": round((took - server.prompt_seconds) * 1e3 / (self.steps * self.repeats), 2),
+            "share_of_prompts": round(server.prompt_seconds / took, 3),
             "tokens_per_row_and_step": round(seen.tokens_per_step, 3),
             "flushes_per_row_and_step": round((after["flushes"] - before["flushes"]) / max(seen.steps, 1), 4),
             "bytes_per_request": self.bytes_per_request(case),
@@ -275,12 +277,13 @@ class _NoText:
 class Server:
     """Clients, and a runner that serves them step by step.
 
-    steps: how often a row's decode step brought and kept so many tokens.
+    steps: how often a row's decode step brought and kept so many tokens. prompt_seconds: spent on prompts.
     """
 
     def __init__(self, runner: Runner, load: Load, clients: int, slots: int, drafts: int):
         self.runner, self.load, self.drafts = runner, load, drafts
         self.steps: Counter[tuple[int, int]] = Counter()
+        self.prompt_seconds = 0.0
         self._scheduler = Scheduler(slots, PREFILL_CHUNK)
         self._random = random.Random(0)
         self._requests = 0
@@ -315,6 +318,7 @@ class Server:
 
     def _step(self) -> tuple[bool, int]:
         """A pass of prompt chunks or a decode step, as Engine.step: whether it was the latter, and its new tokens."""
+        began = time.perf_counter()
         for sequence in self._scheduler.admit():
             self.runner.memory.reset(sequence.slot, sequence.request_id)
         chunks = self._scheduler.next_prompts()
@@ -331,6 +335,8 @@ class Server:
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
                 self._ask(self._length())
+        if chunks:
+            self.prompt_seconds += time.perf_counter() - began
         return not chunks, given
 
     def _prompts(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], list]:
