@@ -16,10 +16,10 @@ def one_thread():
 
 @pytest.fixture
 def bench(capsys):
-    """bench(*arguments, code=0): what the command printed: stdout, with --json as objects, and stderr."""
+    """bench(*arguments, code=0, device="cpu"): what the command printed: stdout, with --json as objects, and stderr."""
 
-    def run(*arguments, code=0):
-        given = main(["bench", *map(str, arguments), "--device", "cpu"])
+    def run(*arguments, code=0, device="cpu"):
+        given = main(["bench", *map(str, arguments), "--device", device])
         out, err = capsys.readouterr()
         assert given == code, err
         return json.loads(out) if "--json" in arguments else out, err
