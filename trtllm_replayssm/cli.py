@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval.
+"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, eval, triton-repo, triton-launch.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
 something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from .builder import command as engines
 from .evaluation import command as evaluation
+from .integrations.triton_server import command as triton_server
 
 PROMPTS = (
     "In the beginning God created",
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     engines.add_commands(commands, window)
     evaluation.add_commands(commands)
+    triton_server.add_commands(commands, window)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
