@@ -45,8 +45,8 @@ def add_commands(commands, window) -> None:
     launch = commands.add_parser(
         "triton-launch",
         help="start a tritonserver, watch it, and end it so that nothing is left",
-        description="Runs until SIGTERM or SIGINT, then lets running requests finish; a second signal kills. Exit codes: 0 "
-        "ended as asked, 1 the server had to be killed, ended by itself or stopped answering.",
+        description="Runs until SIGTERM or SIGINT, then lets running requests finish; a second signal kills. Exit "
+        "codes: 0 ended as asked, 1 the server had to be killed, ended by itself or stopped answering, 2 not started.",
     )
     launch.set_defaults(run=_launch)
     launch.add_argument("--repo", required=True, metavar="REPO", help="what triton-repo wrote")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names, types and shapes of requests and responses: those of TensorRT-LLM's two Triton templates.
 
-"llmapi" is the model `tensorrt_llm` of the current template. "ensemble" is the text front of the older engine templates
-(models `ensemble` and `tensorrt_llm_bls`), whose tensors have a batch dimension, of 1 here. Their clients work unchanged;
-an input that asks for what this runtime cannot do is refused by name.
+"llmapi" is the model `tensorrt_llm` of the current template. "ensemble" is the text front of the older engine
+templates (models `ensemble` and `tensorrt_llm_bls`), whose tensors have a batch dimension, of 1 here. Their clients
+work unchanged; an input that asks for what this runtime cannot do is refused by name.
 """
 
 from __future__ import annotations

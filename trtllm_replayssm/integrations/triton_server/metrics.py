@@ -25,7 +25,7 @@ def _moved(statistics: dict, name: str) -> int:
 
 
 class Metrics:
-    """pb_utils: Triton's module, in whose process this runs. Values are set in one direction: counters are never reset."""
+    """pb_utils: Triton's module, in whose process this runs."""
 
     def __init__(self, pb_utils, model: str, slots: int):
         self._slots = slots
@@ -49,7 +49,7 @@ class Metrics:
         statistics = {**statistics, "slots": self._slots, "running": running, "waiting": waiting}
         for kind, metric, value in self._metrics:
             self._set(kind, metric, value(statistics))
-        for reason, count in ended.items():
+        for reason, count in ended.items():  # last: who sees a request ended sees what it took
             if reason not in self._ended:
                 self._ended[reason] = self._requests.Metric(labels={"model": self._model, "outcome": reason})
             self._set("COUNTER", self._ended[reason], count)

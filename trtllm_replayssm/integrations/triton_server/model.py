@@ -121,7 +121,7 @@ class _Client:
 
 
 def check_numbers() -> None:
-    """Older builds of Triton's Python backend silently corrupt numbers under numpy 2. Refuses to go on if this one does."""
+    """Older builds of Triton's Python backend silently corrupt numbers under numpy 2: refuses to go on with such."""
     expected = torch.tensor([[3, -1], [2**31 - 1, 7]], dtype=torch.int32)
     # DLPack hands over the bytes alone, as the server does; a Tensor made of an array would just return it.
     given = pb_utils.Tensor.from_dlpack("probe", torch.utils.dlpack.to_dlpack(expected)).as_numpy()

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -120,6 +121,18 @@ class Address:
     def __str__(self) -> str:
         return f"http {self.host}:{self.http}, grpc {self.host}:{self.grpc}, metrics {self.host}:{self.metrics}"
 
+    def check_free(self) -> None:
+        """ServerError names a port that is taken: its owner would answer in the server's place."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        for name in ("http", "grpc", "metrics"):
+            port = getattr(self, name)
+            with socket.socket(family, socket.SOCK_STREAM) as attempt:
+                attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    attempt.bind((self.host, port))
+                except OSError as error:
+                    raise ServerError(f"{name} port {port} on {self.host}: {error.strerror}") from None
+
     @property
     def reachable(self) -> str:
         """The host for connections from this machine."""
@@ -132,8 +145,8 @@ class Server:
         with Server(program, repository, Address()) as server:
             server.wait_until_healthy(60)
 
-    On leaving it is asked to end; what is running may finish. After `exit_timeout` and 5 s more the whole group is killed.
-    It also ends if this process does.
+    On leaving it is asked to end; what is running may finish. After `exit_timeout` and 5 s more the whole group is
+    killed. It also ends if this process does.
     """
 
     def __init__(
@@ -147,7 +160,9 @@ class Server:
     ):
         if not Path(repository).is_dir():
             raise ServerError(f"{repository}: no such directory, expected a model repository")
+        address.check_free()
         self.address, self._repository, self._exit_timeout = address, Path(repository), exit_timeout
+        self._asked = False
         self._shm = f"replayssm_{os.getpid()}_{time.monotonic_ns():x}_"
         self._folder = tempfile.TemporaryDirectory(prefix="replayssm-triton-")
         try:
@@ -203,7 +218,7 @@ class Server:
             raise ServerError(reason)
 
     def _broken_models(self) -> list[str]:
-        """The models of the repository that are not ready, with the reasons. The server listens once it has tried all."""
+        """The models of the repository that are not ready, with reasons. The server listens once it has tried all."""
         index = {model["name"]: model for model in self._json("/v2/repository/index", {})}
         broken = []
         for folder in sorted(path.name for path in self._repository.iterdir() if path.is_dir()):
@@ -246,7 +261,8 @@ class Server:
         return ended
 
     def ask_to_end(self) -> None:
-        if self.exit_code is None:
+        if self.exit_code is None and not self._asked:
+            self._asked = True
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -283,7 +299,7 @@ class Server:
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
                 raise error.reason from None
-            raise
+            raise ServerError(f"tritonserver does not answer: {error.reason}") from None
 
     def _probe_request(self, model: str) -> dict | None:
         """The smallest request; None for a model that is not asked for text."""
