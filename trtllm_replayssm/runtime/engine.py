@@ -119,7 +119,7 @@ class Engine:
         self._adaptive = adaptive
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(_DTYPES)}")
-        self.mode, self.max_batch = mode, max_batch
+        self.mode = mode
         self.device = pick_device(device)
         on_cuda = self.device.type == "cuda"
         if cuda_graphs and (deterministic or not on_cuda):

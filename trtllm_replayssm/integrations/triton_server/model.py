@@ -30,7 +30,7 @@ class TritonPythonModel:
         except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
             raise pb_utils.TritonModelException(f"model {name!r}: {error}") from None
         self._interface = INTERFACES[settings.interface]
-        metrics = Metrics(pb_utils, name, engine.max_batch)
+        metrics = Metrics(pb_utils, name, engine.memory.pool.num_slots)
         log = lambda text: pb_utils.Logger.log_error(f"model {name!r}: {text}")  # noqa: E731
         self._service = Service(engine, metrics.publish, log)
 
