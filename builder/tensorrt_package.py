@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib
+import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
@@ -67,6 +68,21 @@ def find() -> TensorRT:
         or "no TensorRT is installed: pip install 'trtllm-replayssm[rtx]' brings TensorRT for RTX, which builds "
         "without a GPU; the full one comes with NVIDIA's containers"
     )
+
+
+def installed() -> dict[str, str]:
+    """TensorRT's Python packages here, usable or not, and their versions."""
+    modules = {
+        "tensorrt": "tensorrt",
+        "tensorrt_rtx": "tensorrt_rtx_bindings",
+        "tensorrt_lean": "tensorrt_lean_bindings",
+    }
+    distributions = importlib.metadata.packages_distributions()
+    return {
+        name: importlib.metadata.version(distributions[module][0]) if module in distributions else "unknown"
+        for name, module in modules.items()
+        if importlib.util.find_spec(module) is not None
+    }
 
 
 def _full() -> ModuleType:

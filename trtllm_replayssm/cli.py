@@ -34,6 +34,17 @@ PROMPTS = (
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
+# Options of generate that an engine folder decides, and their defaults.
+_BUILT_IN = {
+    "mode": "replay",
+    "window": "auto",
+    "checkpoint_format": "fp32",
+    "read_copy": "none",
+    "device": None,
+    "dtype": None,
+    "deterministic": False,
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -62,7 +73,14 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue prompts and show the state traffic of decoding")
     generate.set_defaults(run=_generate)
-    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", metavar="DIR", help="nemotron_h checkpoint directory")
+    source.add_argument("--engine", metavar="DIR", help="an engine folder, whose sizes and formats are those of build")
+    generate.add_argument(
+        "--executor",
+        metavar="tensorrt|reference",
+        help="of --engine: its plans on a GPU (default), or its graphs on the CPU, slowly",
+    )
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     prompt.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, generated together; - reads stdin")
@@ -180,12 +198,15 @@ def _info(options) -> int:
 
 
 def _generate(options) -> int:
+    if options.engine is None and options.executor is not None:
+        raise ValueError("--executor needs --engine")
     if options.speculative is None and (options.draft_tokens is not None or options.adaptive):
         raise ValueError("--draft-tokens and --adaptive need --speculative mtp or ngram")
     speculation = {}
     if options.speculative is not None:
-        drafts = 3 if options.draft_tokens is None else options.draft_tokens
-        speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
+        speculation = dict(speculation=options.speculative, adaptive=options.adaptive)
+        if options.draft_tokens is not None or options.engine is None:
+            speculation["draft_tokens"] = 3 if options.draft_tokens is None else options.draft_tokens
     formats = dict(checkpoint_format=options.checkpoint_format, read_copy=options.read_copy)
     if options.prompt is not None and _undecodable(options.prompt):
         raise ValueError("--prompt: expected UTF-8 text")
@@ -198,7 +219,12 @@ def _generate(options) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
+    if options.engine is None:
+        engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
+    else:
+        engine = _engine_runner(runtime, options, **speculation)
+        built = engine.bundle.engine
+        formats = dict(checkpoint_format=built.checkpoint_format, read_copy=built.read_copy)
     sequences = [engine.add_request(prompt, params) for prompt in prompts]
     stream = len(prompts) == 1 and not options.json
     if stream:
@@ -395,6 +421,14 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
         progress=sys.stderr.isatty(),
         **more,
     )
+
+
+def _engine_runner(runtime, options, **speculation):
+    """An engine folder; ValueError for options that are decided when it is built."""
+    for name, default in _BUILT_IN.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: the engine folder says that already")
+    return runtime.EngineRunner(options.engine, executor=options.executor or "tensorrt", **speculation)
 
 
 def _finish(engine, sequences: list, what: str, stream: bool) -> float:

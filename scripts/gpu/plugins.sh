@@ -37,11 +37,24 @@ cmake --build "$build" >> "$out/plugins-build.log" 2>&1 || { tail -n 40 "$out/pl
 library=$build/libtrtllm_replayssm_plugins.so
 registry=("$build"/wheels/tensorrt_lean_libs/libnvinfer_lean.so.*)
 "$build/plugin_test" "$library"
-"$build/plugin_harness" "$library" --registry "$PWD/${registry[0]}" --steps "$steps" --commit "$commit" \
-  --output "$out/plugins.json" | tee "$out/plugins.log" | tail -n 3
+
+# One beside the other: none of them keeps a GPU busy.
+declare -A running
+timeout 580 "$build/plugin_harness" "$library" --registry "$PWD/${registry[0]}" --steps "$steps" --commit "$commit" \
+  --output "$out/plugins.json" > "$out/plugins.log" &
+running[harness]=$!
 for tool in memcheck racecheck initcheck; do
-  echo "== $tool"
-  timeout 280 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
-    "$build/plugin_harness" "$library" --quick --steps 61 > "$out/plugins-$tool.log" || { tail -n 40 "$out/plugins-$tool.log"; exit 1; }
-  tail -n 1 "$out/plugins-$tool.log"
+  timeout 580 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
+    "$build/plugin_harness" "$library" --quick --steps 61 > "$out/plugins-$tool.log" &
+  running[$tool]=$!
 done
+status=0
+for name in harness memcheck racecheck initcheck; do
+  log=$out/plugins-$name.log
+  [ "$name" = harness ] && log=$out/plugins.log
+  code=0
+  wait "${running[$name]}" || code=$?
+  echo "== $name: exit code $code"
+  if [ "$code" = 0 ]; then tail -n 2 "$log"; else tail -n 40 "$log"; status=1; fi
+done
+exit $status
