@@ -113,15 +113,17 @@ def test_settings_survive_the_config():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({}, "parameter 'checkpoint' is missing"),
+        ({}, "parameter 'model' is missing"),
         ({"deterministic": "1"}, "parameter 'deterministic' is '1', expected true or false"),
         ({"max_batch": ""}, "parameter 'max_batch' is '', expected an integer"),
-        ({"max_bach": "3"}, "parameter 'max_bach' is unknown, expected among checkpoint, backend"),
+        ({"max_bach": "3"}, "parameter 'max_bach' is unknown, expected among model, backend"),
         ({"interface": "openai"}, "interface is 'openai', expected one of llmapi, ensemble"),
         ({"backend": "onnx"}, "backend is 'onnx'"),
         ({"draft_tokens": "3"}, "draft_tokens and adaptive need speculation"),
+        ({"executor": "reference"}, "executor needs backend engine"),
+        ({"backend": "engine", "window": "8"}, "window: the engine folder says that already"),
     ],
 )
 def test_settings_that_cannot_be_meant(parameters, message):
     with pytest.raises(ValueError, match=message):
-        Settings.read({"checkpoint": "/models/a"} | parameters if parameters else {})
+        Settings.read({"model": "/models/a"} | parameters if parameters else {})

@@ -17,9 +17,15 @@ def add_commands(commands, window) -> None:
     """Adds both to the subparsers of the command line. window: the type of --window."""
     repo = commands.add_parser("triton-repo", help="write a model repository for Triton Inference Server")
     repo.set_defaults(run=_repo)
-    repo.add_argument("--model", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
+    repo.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory, or what build made")
     repo.add_argument("--output", required=True, metavar="REPO", help="the repository; the model is added to it")
-    repo.add_argument("--backend", default="embedded", metavar="NAME", help="embedded (default): our own scheduler")
+    repo.add_argument(
+        "--backend",
+        default="embedded",
+        metavar="NAME",
+        help="embedded (default): a checkpoint; engine: an engine folder",
+    )
+    repo.add_argument("--executor", metavar="tensorrt|reference", help="of an engine folder, as for generate")
     repo.add_argument(
         "--interface",
         default="llmapi",
@@ -80,7 +86,7 @@ def _repo(options) -> int:
     given = {
         name: getattr(options, name)
         for name in Settings.__dataclass_fields__
-        if name != "checkpoint" and getattr(options, name) is not None
+        if name != "model" and getattr(options, name) is not None
     }
     settings = Settings(str(Path(options.model).resolve()), **given)
     name = options.name or INTERFACES[settings.interface].model

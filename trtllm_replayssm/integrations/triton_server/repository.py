@@ -24,29 +24,15 @@ def write_model(repository: Path, name: str, settings: Settings) -> Path:
     """Writes REPO/name and returns it.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or not understood.
+        CheckpointError, BundleError: the directory is incomplete or not understood.
         FileExistsError: there is such a model already.
     """
-    check(settings)
+    settings.check()
     with new_model(repository, name) as folder:
         write_config(folder, _config(name, settings))
         (folder / "1").mkdir()
         (folder / "1" / "model.py").write_text(_MODEL)
     return repository / name
-
-
-def check(settings: Settings) -> None:
-    """Looks at what `settings` name, without loading it."""
-    from ...runtime.model_config import ModelConfig
-    from ...runtime.mtp import MTP
-    from ...runtime.tokenizer import Tokenizer
-    from ...runtime.weights import Weights
-
-    config = ModelConfig.read(settings.checkpoint)
-    weights = Weights(settings.checkpoint, config)
-    if settings.speculation == "mtp":
-        MTP.require(settings.checkpoint, config, weights)
-    Tokenizer(settings.checkpoint)
 
 
 @contextmanager

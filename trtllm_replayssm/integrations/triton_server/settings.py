@@ -8,20 +8,23 @@ from dataclasses import dataclass, fields
 
 from .interface import INTERFACES
 
-BACKENDS = ("embedded",)
+BACKENDS = ("embedded", "engine")
+_OF_ENGINE_FOLDERS = ("model", "backend", "interface", "executor", "speculation", "draft_tokens", "adaptive")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """checkpoint: the directory that `backend` runs. interface: a name among INTERFACES. The rest: arguments of
-    runtime.Engine, None for its defaults.
+    """model: the directory that `backend` runs, a checkpoint ("embedded") or an engine folder ("engine"). interface: a
+    name among INTERFACES. executor: of an engine folder. The rest: arguments of runtime.Engine or EngineRunner, None
+    for their defaults.
 
     ValueError names a parameter whose value cannot be meant.
     """
 
-    checkpoint: str
+    model: str
     backend: str = "embedded"
     interface: str = "llmapi"
+    executor: str | None = None
     mode: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -40,6 +43,12 @@ class Settings:
         for name, known in (("backend", BACKENDS), ("interface", INTERFACES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        if self.backend == "engine":
+            decided = [name for name in self.parameters() if name not in _OF_ENGINE_FOLDERS]
+            if decided:
+                raise ValueError(f"{decided[0]}: the engine folder says that already")
+        elif self.executor is not None:
+            raise ValueError("executor needs backend engine")
         if self.speculation is None and (self.draft_tokens is not None or self.adaptive is not None):
             raise ValueError("draft_tokens and adaptive need speculation, mtp or ngram")
 
@@ -49,8 +58,8 @@ class Settings:
         kinds = {field.name: field.type for field in fields(cls)}
         if unknown := [name for name in parameters if name not in kinds]:
             raise ValueError(f"parameter {unknown[0]!r} is unknown, expected among {', '.join(kinds)}")
-        if not parameters.get("checkpoint"):
-            raise ValueError("parameter 'checkpoint' is missing, expected a directory")
+        if not parameters.get("model"):
+            raise ValueError("parameter 'model' is missing, expected a directory")
         return cls(**{name: _parse(name, kinds[name], value) for name, value in parameters.items()})
 
     def parameters(self) -> dict[str, str]:
@@ -63,13 +72,30 @@ class Settings:
         }
 
     def engine(self):
-        """The engine, loaded. Raises what runtime.Engine raises."""
-        from ...runtime import Engine
+        """Loads it. Raises what runtime.Engine or EngineRunner raises."""
+        from ...runtime import Engine, EngineRunner
 
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("backend", "interface"):
-            del options[name]
-        return Engine(options.pop("checkpoint"), **{k: v for k, v in options.items() if v is not None})
+        options = {name: value for name, value in vars(self).items() if value is not None}
+        make = {"embedded": Engine, "engine": EngineRunner}[options.pop("backend")]
+        del options["interface"]
+        return make(options.pop("model"), **options)
+
+    def check(self) -> None:
+        """Looks at the directory without loading it. CheckpointError or BundleError names what is wrong."""
+        from ...builder import bundle
+        from ...runtime.model_config import ModelConfig
+        from ...runtime.mtp import MTP
+        from ...runtime.tokenizer import Tokenizer
+        from ...runtime.weights import Weights
+
+        if self.backend == "engine":
+            bundle.read(self.model)
+        else:
+            config = ModelConfig.read(self.model)
+            weights = Weights(self.model, config)
+            if self.speculation == "mtp":
+                MTP.require(self.model, config, weights)
+        Tokenizer(self.model)
 
 
 def _parse(name: str, kind: str, value: str):
