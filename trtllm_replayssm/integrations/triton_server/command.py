@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
-_EXIT_TIMEOUT = 30
+_DIRECTORIES = ("template", "tokenizer")
+_SETTINGS = {
+    *("executor", "interface", "name", "mode", "device", "dtype", "max_batch", "context", "prefill_chunk", "window"),
+    *("checkpoint_format", "read_copy", "speculation", "draft_tokens", "adaptive", "deterministic", "tensor_parallel"),
+}
 
 
 def add_commands(commands, window) -> None:
@@ -28,7 +33,6 @@ def add_commands(commands, window) -> None:
     repo.add_argument("--executor", metavar="tensorrt|reference", help="of an engine folder, as for generate")
     repo.add_argument(
         "--interface",
-        default="llmapi",
         metavar="NAME",
         help="whose tensors: llmapi (default), TensorRT-LLM's current template; ensemble, that of its engines",
     )
@@ -46,6 +50,11 @@ def add_commands(commands, window) -> None:
     repo.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step; requests may ask for fewer")
     repo.add_argument("--adaptive", action="store_true", default=None, help="as for generate")
     repo.add_argument("--deterministic", action="store_true", default=None, help="as for generate")
+    repo.add_argument("--template", metavar="DIR", help="trtllm: its all_models; default: /app/all_models")
+    repo.add_argument("--tokenizer", metavar="DIR", help="trtllm: of an engine of trtllm-build")
+    repo.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="trtllm: GPUs that share a checkpoint; default: 1"
+    )
     repo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     launch = commands.add_parser(
@@ -68,7 +77,7 @@ def add_commands(commands, window) -> None:
         launch.add_argument(f"--{name}-port", type=int, default=port, metavar="N", help="default: %(default)s")
     for name, seconds, meaning in (
         ("start-timeout", 600, "for loading all models"),
-        ("exit-timeout", _EXIT_TIMEOUT, "for requests to finish at the end"),
+        ("exit-timeout", 30, "for requests to finish at the end"),
         ("probe-interval", 30, "between two requests that show whether the models answer"),
         ("probe-timeout", 60, "for an answer to one"),
     ):
@@ -79,10 +88,15 @@ def add_commands(commands, window) -> None:
 
 
 def _repo(options) -> int:
+    if options.backend == "trtllm":
+        return _templates(options)
     from .interface import INTERFACES
     from .repository import write_model
     from .settings import Settings
 
+    for name in ("template", "tokenizer", "tensor_parallel"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --backend trtllm")
     given = {
         name: getattr(options, name)
         for name in Settings.__dataclass_fields__
@@ -90,13 +104,43 @@ def _repo(options) -> int:
     }
     settings = Settings(str(Path(options.model).resolve()), **given)
     name = options.name or INTERFACES[settings.interface].model
-    folder = write_model(Path(options.output), name, settings)
-    if options.json:
-        print(json.dumps({"repository": options.output, "models": [name], **settings.parameters()}))
-    else:
-        print(f"{folder}: model {name!r}, {settings.interface} interface, {settings.backend} backend")
-        print(f"  trtllm-replayssm triton-launch --repo {options.output}")
+    write_model(Path(options.output), name, settings)
+    _print_written(options, [name], f"trtllm-replayssm triton-launch --repo {shlex.quote(options.output)}")
     return 0
+
+
+def _templates(options) -> int:
+    from .templates import write
+
+    taken = {"max_batch", "context", "checkpoint_format", "draft_tokens", "speculation", "tensor_parallel"}
+    for name in _SETTINGS - taken:
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: not with --backend trtllm, where ReplaySSM is set by the environment, "
+                "TRTLLM_REPLAYSSM_*"
+            )
+    if options.speculation not in (None, "mtp"):
+        raise ValueError(f"--speculative is {options.speculation!r}, expected mtp with --backend trtllm")
+    if options.draft_tokens is not None and options.speculation is None:
+        raise ValueError("--draft-tokens needs --speculative mtp")
+    drafts = 0 if options.speculation is None else options.draft_tokens or 3
+    paths = {name: value and Path(value).resolve() for name, value in vars(options).items() if name in _DIRECTORIES}
+    written = write(
+        Path(options.output),
+        Path(options.model).resolve(),
+        **paths,
+        **{name: getattr(options, name) for name in taken - {"draft_tokens", "speculation"}},
+        draft_tokens=drafts,
+    )
+    _print_written(options, list(written.models), written.launch)
+    return 0
+
+
+def _print_written(options, models: list[str], launch: str) -> None:
+    if options.json:
+        print(json.dumps({"repository": options.output, "models": models, "launch": launch}))
+    else:
+        print(f"{options.output}: {', '.join(models)}\n{launch}")
 
 
 def _launch(options) -> int:
