@@ -69,7 +69,7 @@ class Launched:
         self.log = log
         self._mark = f"REPLAYSSM_TEST={uuid.uuid4()}"
         command = [
-            *("timeout", "--foreground", "--kill-after=5", str(DEADLINE), str(python or server_python())),
+            *("timeout", "--foreground", "--kill-after=30", str(DEADLINE), str(python or server_python())),
             *("-m", "trtllm_replayssm", "triton-launch", "--repo", str(repository), "--exit-timeout", "10"),
             *(f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), self.ports, strict=True)),
             *options,

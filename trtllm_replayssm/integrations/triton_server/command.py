@@ -163,19 +163,20 @@ def _launch(options) -> int:
             asked.set()
             server.ask_to_end()
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, end)
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             server.wait_until_healthy(options.start_timeout)
             print(f"ready: {address}", flush=True)
+            reason = _watch(server, asked, options.probe_interval, options.probe_timeout)
         except ServerError:
             if not asked.is_set():
                 raise
-        if not asked.is_set():
-            reason = _watch(server, asked, options.probe_interval, options.probe_timeout)
-        if reason is not None:
-            print(f"trtllm-replayssm: error: {reason}", file=sys.stderr)
-        ended = server.stop()
+        finally:
+            if reason is not None:
+                print(f"trtllm-replayssm: error: {reason}", file=sys.stderr)
+            ended = server.stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
     if not ended:
         print("trtllm-replayssm: warning: connections stayed open: tritonserver was killed", file=sys.stderr)
     return 0 if ended and reason is None else 1

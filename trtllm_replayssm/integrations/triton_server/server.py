@@ -22,6 +22,7 @@ from pathlib import Path
 
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 _GRACE_SECONDS = 5.0
+_OURS = "replayssm_"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -309,12 +310,15 @@ class Server:
         limit = next(name for name in ("max_tokens", "sampling_param_max_tokens") if name in inputs)
         return {"text_input": "a", limit: 1}
 
-    def _progress(self) -> list[str]:
-        """What the metrics page says of steps."""
+    def metrics(self) -> dict[str, float]:
+        """What the models of this package say on the metrics page, by name and labels."""
         url = f"http://{self.address.reachable}:{self.address.metrics}/metrics"
         with urllib.request.urlopen(url, timeout=10.0) as response:
             lines = response.read().decode().splitlines()
-        return [line for line in lines if line.startswith("replayssm_") and "_steps_total{" in line]
+        return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line.startswith(_OURS))}
+
+    def _progress(self) -> dict[str, float]:
+        return {key: value for key, value in self.metrics().items() if "_steps_total{" in key}
 
 
 def _end_with_parent() -> None:
