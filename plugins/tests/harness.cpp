@@ -296,7 +296,7 @@ Fields common_fields(const Setup& setup) {
   fields.set("checkpoint", replayssm_checkpoint_name(c.checkpoint));
   fields.set("read_copy", replayssm_read_copy_name(c.read_copy));
   fields.set("activation", replayssm_dtype_name(c.activation)).set("seed", std::to_string(c.seed).c_str());
-  fields.set("num_slots", kSlots).set("state_io", setup.state_io.c_str());
+  fields.set("num_slots", kSlots).set("state_io", setup.state_io.c_str()).set("plan_mode", "cursors");
   return fields.set("num_layers", kLayers);
 }
 

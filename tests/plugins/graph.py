@@ -28,6 +28,7 @@ COMMON = {
     "activation": "bf16",
     "seed": "18446744073709551615",
     "num_slots": SLOTS,
+    "plan_mode": "cursors",
 }
 LAYER = {"num_layers": LAYERS, "layer": 0, "slot_stride": 0}
 OWN = {

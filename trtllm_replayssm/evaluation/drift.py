@@ -27,10 +27,10 @@ from safetensors.numpy import save
 from tqdm import tqdm
 
 from .. import ReplayConfig
+from ..runtime.texts import read_rows
 from .generation import generate
 from .statistics import buckets, interval, slope
 from .subject import ACTIVATIONS, Decoder, Subject
-from .texts import read_rows
 from .walk import walk
 
 REFERENCE = "fp32:none"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other systems need to run ReplaySSM: a module for each."""
+"""One room for each outside system that ReplaySSM layers run in."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -379,7 +381,9 @@ class Engine(Serving):
     """A model with its memory, serving up to `max_batch` sequences at once; more wait in line.
 
     Args:
-        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format.
+        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format. Weights
+            that Model Optimizer quantised (NVFP4, FP8) become numbers of `dtype` when they are loaded, layer by layer;
+            activations are not quantised. `dequantized` has the formats by weight.
         mode: "replay" (ReplaySSM) or "conventional" (the state is read and written every token).
         device: "cpu", "cuda", "cuda:1" …; None: CUDA where there is a GPU and the library has the CUDA ops.
         dtype: "float32", "bfloat16" or "float16"; None: as the checkpoint says on CUDA, float32 on the CPU.
@@ -404,6 +408,7 @@ class Engine(Serving):
             order.
         cuda_graphs: None: on CUDA unless `deterministic`.
         progress: show a bar on stderr while weights load.
+        allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
 
     Raises:
         CheckpointError: the checkpoint is incomplete or not understood, before anything is allocated.
@@ -429,6 +434,7 @@ class Engine(Serving):
         deterministic: bool = False,
         cuda_graphs: bool | None = None,
         progress: bool = False,
+        allow: Several[str] = (),
     ):
         if mode not in _MODES:
             raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
@@ -457,7 +463,10 @@ class Engine(Serving):
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
             "conventional": _replay_config(config, dtype, drafts, 2 * (1 + drafts)),
         }
-        weights = Weights(checkpoint, config)
+        weights = Weights(checkpoint, config, allow)
+        self.dequantized = dict(weights.quantized)
+        if self.dequantized:
+            warnings.warn(_what_is_dequantized(checkpoint, self.dequantized, DTYPES[dtype]), stacklevel=2)
         if speculation == "mtp":
             MTP.require(checkpoint, config, weights)
         tokenizer = Tokenizer(checkpoint)
@@ -560,3 +569,12 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
     return device
+
+
+def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
+    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
+    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
+    return (
+        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
+        f"({', '.join(places)}); activations are not quantised"
+    )

@@ -161,8 +161,9 @@ def test_broken_models_are_reported_by_name(tmp_path):
 
 
 def test_numpy_that_corrupts_numbers_is_refused(tmp_path):
-    """The stub embeds the launcher's Python: here that of these tests, which has numpy 2."""
-    assert int(numpy.__version__.split(".")[0]) >= 2
+    """The stub embeds the launcher's Python: here that of these tests."""
+    if int(numpy.__version__.split(".")[0]) < 2:
+        pytest.skip(f"the Python of these tests has numpy {numpy.__version__}: nothing to refuse")
     packages = server_python().parents[1].glob("lib/python3*/site-packages")
     repository = write_repository(tmp_path / "models")
     server = Launched(repository, tmp_path / "log", python=sys.executable, PYTHONPATH=str(next(packages)))
