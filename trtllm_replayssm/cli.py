@@ -25,6 +25,7 @@ from .bench import command as benchmarks
 from .builder import command as engines
 from .builder import plan_command, quantize_command, tensorrt_package
 from .evaluation import command as evaluation
+from .integrations.triton_server import command as triton_server
 from .integrations.trtllm_build import command as trtllm_build
 from .integrations.trtllm_serve import command as serving
 
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     trtllm_build.add_commands(commands, window)
     serving.add_commands(commands)
     benchmarks.add_commands(commands)
+    triton_server.add_commands(commands, window)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
