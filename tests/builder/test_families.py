@@ -114,6 +114,8 @@ TENSORS = [
     (f"{UP}_scale_2", lambda t: t * 0, "scale {} is spoilt: 1 of its 1 values is zero"),
     (f"{IN_PROJ}_scale", lambda t: t * torch.inf, "scale {} is spoilt: 1 of its 1 values is infinite"),
     (f"{EXPERT}.input_scale", lambda t: t * torch.nan, "scale {} is spoilt: 1 of its 1 values is NaN"),
+    ("backbone.layers.2.mixer.v_proj.v_scale", lambda t: torch.tensor(0.0), "scale {} is spoilt: 1 of its 1 values is"),
+    ("backbone.layers.2.mixer.q_proj.k_scale", lambda t: torch.tensor(1.0), "{} is unknown"),
     ("lm_head.weight_scale", lambda t: torch.tensor(1.0), "{} is unknown; 'lm_head.weight' is BF16, which has no such"),
     ("backbone.layers.0.mixer.extra", lambda t: torch.zeros(1), "{} is unknown; config.json does not account for it"),
 ]  # fmt: skip
