@@ -233,8 +233,8 @@ def copy(table, data, spec, src, dst):
 
 
 def _on_its_device(op):
-    """`op` with the CUDA device of its table (plan_lengths: error word) as the current one: a stream takes launches from
-    its own device only."""
+    """`op` with the CUDA device of its table (plan_lengths: error word) as the current one: a stream takes launches
+    from its own device only."""
 
     @wraps(op)
     def run(table, *arguments):
