@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 
 from .. import MambaGeometry, ReplayConfig, SlotLayout
-from ..runtime.model_config import MAMBA, ModelConfig
+from ..runtime.model_config import MAMBA, CheckpointError, ModelConfig
 from ..runtime.tensor_parallel import RankSlice
 
 STATE_KEY = "replayssm"  # of a config.json that says how states are to be kept, in the words of `slot_json`
@@ -59,6 +61,15 @@ def plan_layers(model: ModelConfig, replay: ReplayConfig, tp: int = 1, rank: int
         for layer, kind in enumerate(model.layers)
         if kind == MAMBA
     ]
+
+
+def recommended(checkpoint: str | Path) -> dict:
+    """What a checkpoint's config.json says of how states be kept; empty if nothing."""
+    path = Path(checkpoint) / "config.json"
+    value = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY, {})
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {STATE_KEY!r} is {value!r}, expected an object")
+    return value
 
 
 def slot_json(layout: SlotLayout) -> dict:

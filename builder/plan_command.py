@@ -26,26 +26,22 @@ def add_command(commands, window) -> None:
     for name, default, meaning in (
         ("tp", 1, "GPUs that share every layer"),
         ("tokens", 8192, "of a request, prompt and answer together"),
-        ("draft-tokens", 0, f"most drafts a step, 0..{MAX_DRAFTS}"),
     ):
         planning.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; default: %(default)s"
         )
     planning.add_argument("--requests", type=int, metavar="N", help="say what so many requests take")
-    planning.add_argument("--window", type=window, default="auto", metavar="N", help="as for generate")
-    planning.add_argument(
-        "--checkpoint-format",
-        default="fp32",
-        metavar="FORMAT",
-        help=f"of the states that ReplaySSM keeps: {', '.join(_core.CHECKPOINT_FORMATS)}; default: %(default)s",
-    )
-    planning.add_argument(
-        "--read-copy",
-        default="none",
-        metavar="FORMAT",
-        help=f"that steps read instead: {', '.join(_core.READ_COPY_FORMATS)}; default: %(default)s",
-    )
     planning.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="default: %(default)s")
+    state = planning.add_argument_group(
+        "how states are kept; default: as the checkpoint's config.json says, if it does"
+    )
+    state.add_argument("--window", type=window, metavar="N", help="as for generate")
+    state.add_argument("--draft-tokens", type=int, metavar="N", help=f"most drafts a step, 0..{MAX_DRAFTS}; default: 0")
+    for name, default, formats in (
+        ("checkpoint-format", "fp32", _core.CHECKPOINT_FORMATS),
+        ("read-copy", "none", _core.READ_COPY_FORMATS),
+    ):
+        state.add_argument(f"--{name}", metavar="FORMAT", help=f"{', '.join(formats)}; default: {default}")
     command.add_allow(planning)
     planning.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -54,6 +50,7 @@ def _plan(options) -> int:
     from ..runtime.model_config import ModelConfig
     from ..runtime.weights import Weights
     from .byte_plan import GPUS, plan_bytes
+    from .layer_plan import recommended
 
     for name, least, most in (
         ("tp", 1, 1024),
@@ -68,12 +65,13 @@ def _plan(options) -> int:
         raise ValueError(f"--gpu: expected one of {', '.join(GPUS)}, got {options.gpu!r}; --memory takes any size")
     memory = command.bytes_of(options.memory) if options.gpu is None else GPUS[options.gpu]
     model = ModelConfig.read(options.checkpoint)
+    known = recommended(options.checkpoint)
+    steps = None if options.draft_tokens is None else 1 + options.draft_tokens
+    given = {"window": options.window, "max_step_tokens": steps, "read_copy": options.read_copy}
+    given |= {"checkpoint": options.checkpoint_format}
+    chosen = {name: known.get(name) if value is None else value for name, value in given.items()}
     replay = ReplayConfig(
-        window=options.window,
-        max_step_tokens=1 + options.draft_tokens,
-        checkpoint=options.checkpoint_format,
-        read_copy=options.read_copy,
-        activation=ACTIVATIONS[model.dtype],
+        activation=ACTIVATIONS[model.dtype], **{name: value for name, value in chosen.items() if value is not None}
     )
     plan = plan_bytes(
         model,

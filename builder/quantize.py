@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from .. import ReplayConfig, SlotLayout
 from ..runtime.engine import Engine
-from ..runtime.model_config import CheckpointError, ModelConfig
+from ..runtime.model_config import MOE, CheckpointError, ModelConfig
 from ..runtime.quantization import LIST_FILE, NVFP4, without_sentinels
 from ..runtime.weights import Weights
 from .bundle import being_written
@@ -56,21 +56,21 @@ Progress = Callable[[str, int, int], None]  # a phase, steps done, steps in all
 
 
 class Recipe(NamedTuple):
-    """source: a file of Model Optimizer's recipes, or the name of one of its configurations. what: in a line."""
+    """source: a file of Model Optimizer's recipes, or the name of one of its configurations. experts: whether routed
+    experts are all that it makes NVFP4. layers: of the model whose layers it names by number."""
 
     source: str
-    what: str
+    experts: bool = False
+    layers: int | None = None
 
 
 _NEMOTRON = "models/nvidia/NVIDIA-Nemotron-3-"
-_AS_PUBLISHED = "routed experts in NVFP4, Mamba projections, shared experts and KV cache in FP8"
 RECIPES = {
-    "nemotron3": Recipe(_NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-max-calib", _AS_PUBLISHED),
-    "nemotron3-mse": Recipe(
-        _NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-mse", _AS_PUBLISHED + ", scales of least error"
-    ),
-    "nemotron3-4o6": Recipe(_NEMOTRON + "Ultra-550B-A55B-BF16/ptq/nvfp4-4o6", _AS_PUBLISHED + ", four-over-six scales"),
-    "aggressive": Recipe("MAMBA_MOE_NVFP4_AGGRESSIVE_CFG", "all experts, MLPs and Mamba projections in NVFP4"),
+    "nemotron3": Recipe(_NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-max-calib", experts=True),
+    "nemotron3-mse": Recipe(_NEMOTRON + "Super-120B-A12B-BF16/ptq/nvfp4-mse", experts=True),
+    "nemotron3-4o6": Recipe(_NEMOTRON + "Ultra-550B-A55B-BF16/ptq/nvfp4-4o6", experts=True),
+    "nemotron3-nano-4b": Recipe(_NEMOTRON + "Nano-4B-BF16/ptq/nvfp4_w4a16", layers=42),
+    "aggressive": Recipe("MAMBA_MOE_NVFP4_AGGRESSIVE_CFG"),
 }
 
 
@@ -140,7 +140,7 @@ def quantize(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or quantised already.
-        ValueError: the recipe is unknown, needs a GPU, or finds nothing to quantise in this model.
+        ValueError: the recipe is unknown, needs a GPU, or is for other models.
         QuantizationError: the result is not what it should be.
         FileExistsError: `output` is there.
         ImportError: Model Optimizer or transformers are missing.
@@ -155,6 +155,15 @@ def quantize(
     if source.quantized:
         name, format = next(iter(source.quantized.items()))
         raise CheckpointError(f"{checkpoint}: is quantised already: {name!r} is {format}")
+    if RECIPES[recipe].experts and MOE not in model.layers:
+        raise ValueError(
+            f"recipe {recipe!r} makes routed experts NVFP4, but {checkpoint} has no layers with any: take 'aggressive'"
+        )
+    if RECIPES[recipe].layers not in (None, len(model.layers)):
+        raise ValueError(
+            f"recipe {recipe!r} names layers of a model of {RECIPES[recipe].layers}, but {checkpoint} has "
+            f"{len(model.layers)}: take 'aggressive'"
+        )
     if not torch.cuda.is_available() and (method := _method(recipe)) != "max":
         raise ValueError(f"recipe {recipe!r} calibrates by {method!r}, which Model Optimizer does on a GPU only")
     layout = SlotLayout(model.geometry, state)
@@ -398,9 +407,7 @@ def repaired(lists: Any) -> Any:
 def _check(source: Weights, result: Weights, recipe: str, progress: Progress) -> None:
     """The result has what the recipe promises, in scales that can be used, and all else as it was, to the bit."""
     if NVFP4 not in result.quantized.values():
-        raise ValueError(
-            f"recipe {recipe!r} ({RECIPES[recipe].what}) finds nothing to make NVFP4 in this model: take 'aggressive'"
-        )
+        raise QuantizationError(f"{result.checkpoint}: has no NVFP4 weight after recipe {recipe!r}")
     result.check_scales()
     if result.names != source.names:
         raise QuantizationError(f"{result.checkpoint}: has tensors {set(result.names) ^ set(source.names)} too few")

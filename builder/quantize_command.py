@@ -30,7 +30,8 @@ def add_command(commands, window) -> None:
         default="nemotron3",
         metavar="NAME",
         help="nemotron3 (default): as NVIDIA published Super and Ultra; nemotron3-mse, nemotron3-4o6: the same with "
-        "scales of least error, on a GPU only; aggressive: Mamba projections in NVFP4, too",
+        "scales of least error, on a GPU only; nemotron3-nano-4b: NVIDIA's for that model; aggressive: Mamba "
+        "projections in NVFP4, too",
     )
     making.add_argument("--calib", metavar="FILE", help="UTF-8 text to calibrate on; default: what the model says")
     making.add_argument("--rows", type=int, default=64, metavar="N", help="texts of it; default: %(default)s")

@@ -118,3 +118,18 @@ def test_command(tmp_path, capsys):
     ):
         assert main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_states_as_the_checkpoint_says(tmp_path, capsys):
+    """What `quantize` writes into config.json, unless an option says otherwise."""
+    block = {"checkpoint": "fp16_sr", "read_copy": "nvfp4", "window": 24, "max_step_tokens": 4}
+    folder = str(write_family(tmp_path, "nano-4b", replayssm=block))
+
+    def kept(*more):
+        assert main(["plan", "--checkpoint", folder, "--gpu", "h200", "--json", *more]) == 0
+        return {
+            name: value for name, value in json.loads(capsys.readouterr().out)["layers"][0].items() if name in block
+        }
+
+    assert kept() == block
+    assert kept("--draft-tokens", "1", "--read-copy", "fp8") == block | {"max_step_tokens": 2, "read_copy": "fp8"}
