@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -38,6 +40,17 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class RowParallel:
+    """A Linear with a part of W's columns: its product is summed over the ranks in fp32, then b is added."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, all_reduce: Callable):
+        self.weight, self.bias, self.all_reduce = weight, bias, all_reduce
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.all_reduce(fp32_product(x, self.weight))
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 class RMSNorm:
