@@ -109,7 +109,7 @@ def add_commands(commands) -> None:
     )
     serve.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt; default: %(default)s")
     serve.add_argument(
-        "--answer", type=int, default=256, metavar="N", help="mean tokens of an answer; default: %(default)s"
+        "--answer", type=int, default=512, metavar="N", help="mean tokens of an answer; default: %(default)s"
     )
     serve.add_argument(
         "--memory",
@@ -397,7 +397,7 @@ def _serve(options) -> int:
             ("max", "tokens_per_second_max", "9.0f"),
             ("ms/step", "ms_per_step", "8.2f"),
             ("prompts", "share_of_prompts", "7.0%"),
-            ("accepted", "tokens_per_row_and_step", "8.2f"),
+            ("tokens/row", "tokens_per_row_and_step", "10.2f"),
             ("Mamba bytes", "bytes_per_request.mamba", "12,d"),
             ("KV bytes", "bytes_per_request.kv", "11,d"),
         ),
