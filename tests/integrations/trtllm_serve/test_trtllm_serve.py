@@ -73,7 +73,7 @@ def run(server, steps):
 def test_500_steps_are_the_oracles(serve, device, profile, drafts):
     """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands."""
     server = run(serve(profile, drafts=drafts, device=device), 500)
-    assert server.worst < 5e-6
+    assert server.worst < 5e-6 and server.finite
     pool = decoder_of(server).pool
     pool.validate()
     counts = pool.stats()
@@ -89,7 +89,7 @@ def test_500_steps_are_the_oracles(serve, device, profile, drafts):
 def test_captured_steps_are_the_oracles(serve, profile, drafts):
     """Steps without prompts out of CUDA graphs, the acceptance inside of them."""
     server = run(serve(profile, drafts=drafts, device="cuda", graphs=True), 400)
-    assert server.worst < 5e-6 and len(server.captured) > 4
+    assert server.worst < 5e-6 and server.finite and len(server.captured) > 4
     decoder_of(server).pool.validate()
 
 
