@@ -57,6 +57,9 @@ class ReplayDecoder:
         first_head: index of this rank's head 0 among all ranks' heads.
         settings: the user's.
 
+    Attributes:
+        known: ids of the running requests whose prompts were processed here.
+
     Raises:
         Mismatch: states that ReplaySSM can't continue from, or too many drafts.
     """
@@ -64,6 +67,7 @@ class ReplayDecoder:
     def __init__(self, states: States, step_tokens: int, rounding: bool, first_head: int, settings: Settings):
         self.states = states
         self.pool = _pool(states, step_tokens, rounding, first_head, settings)
+        self.known: set[int] = set()
         self._plan_memory = self._memory(self.pool.num_slots)
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None
