@@ -13,6 +13,7 @@ import doubles
 import numpy as np
 import pytest
 import torch
+import yaml
 from doubles.shared import Mamba2Metadata, empty
 from mixer import Weights, random_tokens, same_bits
 from serving import LAYER_MASK, MAPPING, Request, Server
@@ -458,3 +459,17 @@ def test_importing_the_directory_installs(monkeypatch):
     finally:
         sys.modules.pop(MODULE_DIR.name, None)
         doubles.drop_package()
+
+
+@pytest.mark.parametrize("name", ["super-mtp", "nano-mtp"])
+def test_example_configurations_fit(serve, pytestconfig, name):
+    """What they ask of the manager is what the adapter takes."""
+    config = yaml.safe_load((pytestconfig.rootpath / "examples" / "trtllm-serve" / f"{name}.yaml").read_text())
+    cache, speculation = config["kv_cache_config"], config["speculative_config"]
+    assert speculation["decoding_type"] == "MTP" and cache["enable_block_reuse"] is False
+    server = serve(
+        "C", drafts=speculation["max_draft_len"], dtypes=(torch.bfloat16, getattr(torch, cache["mamba_ssm_cache_dtype"])),
+        mamba_ssm_stochastic_rounding=cache.get("mamba_ssm_stochastic_rounding", False),
+    )  # fmt: skip
+    expected = {"super-mtp": "fp16_sr", "nano-mtp": "fp32"}[name]
+    assert decoder_of(server).pool.config.checkpoint == expected
