@@ -171,7 +171,8 @@ def main() -> int:
     record = {
         "commit": given.commit,
         "upstream": given.upstream,
-        "command": " ".join(["python", "scripts/upstream_check.py", "CHECKOUT", *sys.argv[2:]]),
+        "command": f"python scripts/upstream_check.py CHECKOUT --device {given.device} --steps {given.steps} --drafts "
+        f"{given.drafts} --geometry {given.geometry} --dtype {given.dtype} --state-dtype {given.state_dtype}",
         "date": time.strftime("%Y-%m-%d"),
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
         "torch": torch.__version__,

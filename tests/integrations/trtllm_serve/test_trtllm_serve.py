@@ -467,9 +467,8 @@ def test_example_configurations_fit(serve, pytestconfig, name):
     config = yaml.safe_load((pytestconfig.rootpath / "examples" / "trtllm-serve" / f"{name}.yaml").read_text())
     cache, speculation = config["kv_cache_config"], config["speculative_config"]
     assert speculation["decoding_type"] == "MTP" and cache["enable_block_reuse"] is False
-    server = serve(
-        "C", drafts=speculation["max_draft_len"], dtypes=(torch.bfloat16, getattr(torch, cache["mamba_ssm_cache_dtype"])),
-        mamba_ssm_stochastic_rounding=cache.get("mamba_ssm_stochastic_rounding", False),
-    )  # fmt: skip
+    dtypes = torch.bfloat16, getattr(torch, cache["mamba_ssm_cache_dtype"])
+    rounding = {"mamba_ssm_stochastic_rounding": cache.get("mamba_ssm_stochastic_rounding", False)}
+    server = serve("C", drafts=speculation["max_draft_len"], dtypes=dtypes, **rounding)
     expected = {"super-mtp": "fp16_sr", "nano-mtp": "fp32"}[name]
     assert decoder_of(server).pool.config.checkpoint == expected
