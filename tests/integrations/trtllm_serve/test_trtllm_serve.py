@@ -166,7 +166,12 @@ def test_dummies_move_nothing():
     assert decoder.states.ssm.isnan().all()
 
 
-def test_the_accepted_window_is_promoted():
+@pytest.mark.parametrize("together", [1, 64 << 20])
+def test_the_accepted_window_is_promoted(monkeypatch, together):
+    """Of all layers at once, or one after the other."""
+    from trtllm_replayssm.integrations.trtllm_serve import decode
+
+    monkeypatch.setattr(decode, "_PROMOTED_BYTES", together)
     decoder, step, geometry = make_decoder()
     step([2, 4, 4], random_tokens(geometry, torch.float32, 9))
     decoder.accept(2, torch.tensor([7, 7, 3, 2, 1]))  # after two contexts
