@@ -25,7 +25,7 @@ from .solo import solo
 
 PROMPT = PROMPTS[0]
 # Steps of 15 drafts each, one pass of the MTP head after the other: slow enough to be counted from outside.
-SLOW = {"context": 512, "max_batch": 1, "speculation": "mtp", "draft_tokens": 15}
+SLOW = {"context": 512, "max_batch": 1, "max_waiting": 1, "speculation": "mtp", "draft_tokens": 15}
 
 
 @pytest.fixture
@@ -102,6 +102,18 @@ def test_kill_9_and_restart(tmp_path):
             assert server.wait() == (1 if victim == "tritonserver" else -signal.SIGKILL)
             assert server.left(15) == []
     assert "tritonserver ended by itself with -9" in (tmp_path / "tritonserver").read_text()
+
+
+def test_who_comes_when_the_line_is_full_is_told_so(slow):
+    with Client(slow.grpc) as running, Client(slow.grpc) as waiting:
+        answers = running.stream(PROMPT, sampling_param_max_tokens=480, streaming=True)
+        next(answers)
+        waiting.send(waiting.tensors(text_input=PROMPT, sampling_param_max_tokens=8))
+        slow.metrics_when(lambda metrics: metrics["requests_waiting"] == 1)
+        status, answer = slow.generate(text_input=PROMPT)
+        assert (status, answer["error"]) == (400, "1 requests wait already: come again later")
+        running.close(cancel=True)
+        assert waiting.receive(30).text == solo(PROMPT, SamplingParams(max_tokens=8)).text
 
 
 def test_refused_requests_have_the_status_invalid_argument(slow):

@@ -7,7 +7,7 @@ import threading
 import pytest
 from runtime.prompts import PROMPTS
 
-from trtllm_replayssm.integrations.triton_server.service import Request, Service
+from trtllm_replayssm.integrations.triton_server.service import Overloaded, Request, Service
 from trtllm_replayssm.runtime import Engine, SamplingParams
 
 from .serving import TINY
@@ -50,9 +50,9 @@ class Held(Engine):
 def serve():
     services = []
 
-    def make(**options):
+    def make(max_waiting=100, **options):
         published, log = [], []
-        service = Service(Held(**options), lambda *values: published.append(values), log.append)
+        service = Service(Held(**options), max_waiting, lambda *values: published.append(values), log.append)
         service.published, service.log = published, log
         services.append(service)
         return service
@@ -88,6 +88,18 @@ def test_who_waits_and_leaves_is_taken_out_of_the_line(serve):
     ask(service, gone, max_tokens=5)
     assert gone.end.get(timeout=30).sequence.tokens == []
     assert len(running.end.get(timeout=30).sequence.tokens) == 100
+
+
+def test_more_than_max_waiting_are_told_to_come_later(serve):
+    service = serve(max_waiting=2, max_batch=1)
+    service.engine.go.clear()
+    clients = [Client() for _ in range(5)]
+    for client in clients:
+        ask(service, client, max_tokens=3)
+    service.engine.go.set()
+    ends = [client.end.get(timeout=30) for client in clients]
+    assert [isinstance(end, Overloaded) for end in ends] == [False] * 3 + [True] * 2
+    assert "2 requests wait already" in str(ends[-1])
 
 
 def test_growing_text_and_statistics(serve):

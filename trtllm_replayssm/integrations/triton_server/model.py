@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from .interface import INTERFACES
 from .metrics import Metrics
-from .service import Request, Service
+from .service import Overloaded, Request, Service
 from .settings import Settings
 
 
@@ -32,7 +32,7 @@ class TritonPythonModel:
         self._interface = INTERFACES[settings.interface]
         metrics = Metrics(pb_utils, name, engine.memory.pool.num_slots)
         log = lambda text: pb_utils.Logger.log_error(f"model {name!r}: {text}")  # noqa: E731
-        self._service = Service(engine, metrics.publish, log)
+        self._service = Service(engine, settings.max_waiting, metrics.publish, log)
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -47,7 +47,7 @@ class TritonPythonModel:
                     continue
                 tokens = self._service.encode(wish.prompt)
                 self._service.submit(Request(client, request.request_id(), tokens, wish.params))
-            except (ValueError, TypeError) as error:
+            except Exception as error:
                 self._service.refused()
                 client.failed(error)
 
@@ -92,8 +92,11 @@ class _Client:
         )
 
     def failed(self, error: Exception) -> None:
-        fault = isinstance(error, (ValueError, TypeError))
-        kind = pb_utils.TritonError.INVALID_ARG if fault else pb_utils.TritonError.INTERNAL
+        kind = pb_utils.TritonError.INTERNAL
+        if isinstance(error, (ValueError, TypeError)):
+            kind = pb_utils.TritonError.INVALID_ARG
+        elif isinstance(error, Overloaded):
+            kind = pb_utils.TritonError.UNAVAILABLE
         self._fail(pb_utils.TritonError(str(error), kind))
 
     def left(self) -> bool:

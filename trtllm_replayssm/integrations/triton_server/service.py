@@ -19,6 +19,10 @@ _LOOK_RUNNING, _LOOK_WAITING = 4, 64
 _PUBLISH_SECONDS = 0.25
 
 
+class Overloaded(RuntimeError):
+    """Too many requests wait already."""
+
+
 class Client(Protocol):
     """Who asked. Every method is called in the service's thread, `finished` or `failed` last and once."""
 
@@ -28,7 +32,7 @@ class Client(Protocol):
     def finished(self, request: Request) -> None: ...
 
     def failed(self, error: Exception) -> None:
-        """ValueError and TypeError: the request is at fault."""
+        """ValueError and TypeError: the request is at fault. Overloaded: it may come again later."""
 
     def left(self) -> bool:
         """Whether nobody waits for the answer any more."""
@@ -54,12 +58,18 @@ class Request:
 
 
 class Service:
-    """publish: called now and then with the engine's statistics, the slots in use, how many requests wait, and how many
-    have ended for each reason.
+    """max_waiting: requests in line for a slot; more are refused. publish: called now and then with the engine's
+    statistics, the slots in use, how many requests wait, and how many have ended for each reason.
     """
 
-    def __init__(self, engine, publish: Callable[[dict, int, int, dict[str, int]], None], log: Callable[[str], None]):
-        self.engine = engine
+    def __init__(
+        self,
+        engine,
+        max_waiting: int,
+        publish: Callable[[dict, int, int, dict[str, int]], None],
+        log: Callable[[str], None],
+    ):
+        self.engine, self._max_waiting = engine, max_waiting
         self._longest_prompt = engine.context * engine.tokenizer.longest_token
         self._publish, self._log = publish, log
         self._arrivals: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -118,6 +128,8 @@ class Service:
 
     def _add(self, request: Request) -> None:
         try:
+            if len(self._live) >= self.engine.memory.pool.num_slots + self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} requests wait already: come again later")
             request.sequence = self.engine.add_request(request.tokens, request.params)
         except Exception as error:
             self._count("refused")
