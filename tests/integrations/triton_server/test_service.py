@@ -3,6 +3,7 @@
 
 import queue
 import threading
+import time
 
 import pytest
 from runtime.prompts import PROMPTS
@@ -20,8 +21,9 @@ class Client:
     def __init__(self, patience=None):
         self.patience, self.texts, self.end = patience, [], queue.SimpleQueue()
 
-    def grown(self, request):
-        self.texts.append(request.text)
+    def grown(self, text, first):
+        assert first == len("".join(self.texts))
+        self.texts.append(text[first:])
 
     def finished(self, request):
         self.end.put(request)
@@ -30,7 +32,7 @@ class Client:
         self.end.put(error)
 
     def left(self):
-        return self.patience is not None and len(self.texts) >= self.patience
+        return self.patience is not None and len(self.request.sequence.tokens) >= self.patience
 
 
 class Held(Engine):
@@ -65,7 +67,8 @@ def serve():
 
 
 def ask(service, client, prompt=PROMPTS[0], id="", **params):
-    service.submit(Request(client, id, service.encode(prompt), SamplingParams(stop_tokens=(), **params)))
+    client.request = Request(client, id, service.encode(prompt), SamplingParams(stop_tokens=(), **params))
+    service.submit(client.request)
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 4, 5, 17])
@@ -76,8 +79,9 @@ def test_who_leaves_frees_the_slot_within_8_steps(serve, patience):
     ask(service, leaving, max_tokens=400)
     ask(service, waiting, max_tokens=4)
     service.engine.go.set()
-    assert leaving.end.get(timeout=30).sequence.finish_reason == "cancelled"
-    assert patience <= len(leaving.texts) <= patience + 8
+    sequence = leaving.end.get(timeout=30).sequence
+    assert sequence.finish_reason == "cancelled"
+    assert patience <= len(sequence.tokens) <= patience + 8
     assert waiting.end.get(timeout=30).text == solo(PROMPTS[0], SamplingParams(max_tokens=4, stop_tokens=())).text
 
 
@@ -108,7 +112,7 @@ def test_growing_text_and_statistics(serve):
     ask(service, client, max_tokens=40)
     request = client.end.get(timeout=30)
     assert request.text == solo(PROMPTS[0], SamplingParams(max_tokens=40, stop_tokens=())).text
-    assert all(request.text.startswith(text) for text in client.texts)
+    assert request.text.startswith("".join(client.texts)) and request.given == len("".join(client.texts))
     service.stop()
     statistics, running, waiting, ended = service.published[-1]
     assert (running, waiting, ended["length"], sum(ended.values())) == (0, 0, 1, 1)
@@ -186,3 +190,33 @@ def test_stopping_finishes_what_runs(serve):
     ask(service, client, max_tokens=50)
     service.stop()
     assert len(client.end.get(timeout=1).sequence.tokens) == 50
+
+
+def test_slow_answers_do_not_hold_up_the_steps(serve):
+    """Steps go on meanwhile, and what has grown is given in larger pieces; one that cannot be answered fails alone."""
+    service = serve(max_batch=3)
+    service.engine.go.clear()
+    slow, broken, quick = Client(), Client(), Client()
+    block, grown = threading.Event(), slow.grown
+
+    def wait(text, first):
+        block.wait(30)
+        grown(text, first)
+
+    def fail(*_):
+        raise OverflowError("no such number")
+
+    slow.grown, broken.grown, broken.finished = wait, fail, fail
+    for client in (slow, broken, quick):
+        ask(service, client, max_tokens=60)
+    service.engine.go.set()
+    deadline = time.monotonic() + 30
+    while slow.request.sequence is None or slow.request.sequence.finish_reason is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    block.set()
+    for client in (slow, quick):
+        text = client.end.get(timeout=30).text
+        assert text == solo(PROMPTS[0], SamplingParams(max_tokens=60, stop_tokens=())).text
+        assert text.startswith("".join(client.texts)) and len(client.texts) < 5
+    assert set(service.log) == {"an answer failed: OverflowError: no such number"}

@@ -65,9 +65,9 @@ class _Client:
         self._gone = False
         self.stream, self.echo = False, ""
 
-    def grown(self, request) -> None:
+    def grown(self, text: str, first: int) -> None:
         if self.stream:
-            self.send({"text_output": self._text(request)}, final=False)
+            self.send({"text_output": self._text(text, first)}, final=False)
 
     def finished(self, request) -> None:
         if request.sequence.finish_reason == "cancelled":
@@ -76,7 +76,7 @@ class _Client:
         acceptance = sequence.acceptance
         self.send(
             {
-                "text_output": self._text(request),
+                "text_output": self._text(request.text, request.given),
                 "finish_reason": sequence.finish_reason,
                 "num_input_tokens": len(sequence.prompt),
                 "num_output_tokens": len(sequence.tokens),
@@ -102,10 +102,10 @@ class _Client:
     def left(self) -> bool:
         return self._gone or self._sender.is_cancelled()
 
-    def _text(self, request) -> str:
+    def _text(self, text: str, first: int) -> str:
         if not self.stream or self._interface.cumulative:
-            return self.echo + request.text
-        return (self.echo if not request.given else "") + request.text[request.given :]
+            return self.echo + text
+        return text[first:] if first else self.echo + text
 
     def send(self, values: dict, final: bool) -> None:
         values = values | {name: 0 for name in self._interface.constants} if values else {}
