@@ -499,6 +499,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
     if (status != REPLAYSSM_OK) return status;
   }
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || quantised);
+  if (has_step_read(problem)) return step_read(exec, params, rows);
   const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
                           args.max_count);
   return with_read_format(problem.config, [&](auto stored) {
@@ -509,6 +510,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 
 cudaError_t load_step_kernels() {
   cudaError_t error = load_step_mma_kernels();
+  if (error == cudaSuccess) error = load_step_read_kernels();
   replayssm_config config{};
   for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4,
                         REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {
