@@ -92,11 +92,12 @@ __device__ inline void pick_columns(const Staged* source, int odd, float (&value
 }
 
 // state <- decay state + sum_i weight_i x_i (outer) B_i over h records, for kPart blocks of 4 lanes' kVec columns of a
-// slice. x: the lane's rows of record 0, records kSliceWidth apart; B: record 0 at the first of the blocks, records
+// slice. x: the lane's rows of record 0, records x_stride apart; B: record 0 at the first of the blocks, records
 // kStride apart. From record h to a multiple of 8 all three hold zeros.
 template <int kPart, int kVec, typename Staged>
 __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged* x, const Staged* B,
-                                   const float* weight, float decay, int h, int lane, uint32_t mask) {
+                                   const float* weight, float decay, int h, int lane, uint32_t mask,
+                                   int x_stride = kSliceWidth) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int first = 0; first < h; first += 8) {
@@ -104,7 +105,7 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged*
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int record = first + half * 4 + t;
-      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * kSliceWidth));
+      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * x_stride));
       const float v = weight[record];
       scaled[2 * half] = __fmul_rn(v, pair.x);
       scaled[2 * half + 1] = __fmul_rn(v, pair.y);

@@ -489,6 +489,9 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
   if (has_step_mma(problem)) {
     return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
   }
+  if (has_fused_step_read(problem)) {
+    return step_read(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
+  }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
   // own, and the rows that flushed read what it left in the L2.
   const bool quantised =
