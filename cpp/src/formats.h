@@ -305,8 +305,13 @@ template <typename Format>
 REPLAYSSM_HOST_DEVICE inline float nearest(float magnitude) {
   // Codes of a binade (of all numbers below 2, too) are as far apart as floats are in the binade of this one.
   const uint32_t binade = (magnitude < 1.0f ? float_bits(1.0f) : float_bits(magnitude)) & kInfinityBits;
+#ifdef __CUDA_ARCH__  // products by powers of two are exact: the same sums
+  constexpr float kUnit = static_cast<float>(1 << (23 - Format::kMantissaBits));
+  const float rounded = fmaf(bits_float(binade), -kUnit, fmaf(bits_float(binade), kUnit, magnitude));
+#else
   const float shift = bits_float(binade + ((23u - Format::kMantissaBits) << 23));
   const float rounded = add_rn(add_rn(magnitude, shift), -shift);
+#endif
   return rounded < Format::kLargest ? rounded : Format::kLargest;
 }
 

@@ -126,6 +126,17 @@ __device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
 
 // ---- stochastically ------------------------------------------------------------------------------------------------
 
+// float_to_fp16_sr without branches.
+__device__ inline uint32_t fp16_sr_code(float value, uint32_t random13) {
+  const uint32_t magnitude = magnitude_bits(value);
+  // Below 2^-14 in units of 2^-37: what a float from there to 2^-13 is made of, so that adding cuts off the rest.
+  const bool small = magnitude < 0x38800000u;
+  const uint32_t shifted = small ? float_bits(__fadd_rz(bits_float(magnitude), 0x1p-14f)) : magnitude;
+  const uint32_t code = ((shifted + random13) >> 13) - ((small ? 113u : 112u) << 10);
+  const uint32_t sign = float_bits(value) >> 16 & 0x8000u;
+  return sign | (magnitude > kInfinityBits ? 0x7e00u : min(code, 0x7c00u));
+}
+
 // `random` is a word of rounding_words: columns 2k and 2k + 1 of a draw take word k.
 __device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t random) {
 #ifdef REPLAYSSM_CVT_RS
@@ -135,8 +146,7 @@ __device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t rand
     return pair;
   }
 #endif
-  return float_to_fp16_sr(first, random & 0x1fffu) |
-         static_cast<uint32_t>(float_to_fp16_sr(second, random >> 16 & 0x1fffu)) << 16;
+  return fp16_sr_code(first, random & 0x1fffu) | fp16_sr_code(second, random >> 16 & 0x1fffu) << 16;
 }
 
 // The 8 columns of a draw.

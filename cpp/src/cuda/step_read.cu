@@ -6,20 +6,27 @@
 //
 // with the symbols of step_mma.cu, but that S is the read copy (FP8, NVFP4, E2M2), or a checkpoint of such a format.
 //
-// A CTA owns up to four heads of one group of one row and asks for all that it reads at once, by asynchronous copies:
-// records, new tokens and the heads' chunks, which lie in one run of memory. While the state is on its way the CTA
-// forms B^T C and every head's weights. Then its four warps take the slices (16 rows of one head) in turn. The CTAs of
-// an SM are at different points, so that some of them wait for memory while others compute.
+// A CTA owns one, two or four heads of one group of one row, each the work of as many of its four warps. It asks for
+// all that it reads at once, by asynchronous copies. While the state is on its way it forms B^T C, once for its heads,
+// and every head's weights; then the warps take the slices (16 rows) of their heads. The CTAs of an SM are at different
+// points, so that some of them wait for memory while others compute. What bounds this kernel is the number of
+// instructions: a state of 4 bits a value is little memory.
 //  1. S C by mma.m16n8k16 in FP16. A code times its block's scale has at most 6 significant bits, all of them multiples
 //     of 2^-24 if the codes are taken times 2^-14, as they are when their bits are put into the places of FP16's:
-//     exact. The order of a product's terms is free: lane (g, t) = (lane / 4, lane mod 4) takes rows 2g and 2g + 1, and
-//     of their columns the t-th 32 (FP8: the t-th 16 of either half), so that a row's codes are one vector load and two
-//     block scales.
+//     exact. The order of a product's terms is free: of rows g and g + 8, lane (g, t) = (lane / 4, lane mod 4) takes
+//     the t-th 32 columns (FP8: the t-th 16 of either half), so that a row's codes are one vector load and two block
+//     scales.
 //  2. C is brought to FP16 once a CTA, times the power of two that puts its largest value below 2^15: exact for BF16
 //     but where values lie 2^28 apart. Column scales are multiplied into it once a head: the one rounding, by 2^-12.
 //     The scales of the head, or of rows of FP8, and the powers of two go to the float32 sums.
-//  3. Records and new tokens as in step_mma.cu: the history on tensor cores in TF32 with the weights split in two, the
-//     triangle of new tokens on the CUDA cores.
+//  3. The sum over the history is a product too, by mma.m16n8k16 in BF16: x as it lies, the weights split in three
+//  parts
+//     of 8 bits, which is all that they have (and FP16 x in two). The sums over new tokens are not, for a later token
+//     may be NaN.
+//  4. Rows flagged FLUSH are the work of other CTAs, the first of the grid, a head at a time: they fold the records
+//  into
+//     the checkpoint as step_mma.cu does, in float32 in shared memory, cast it to the read copy from there, and go on
+//     as above with what they cast. So folding, which is work for the ALUs, and reading overlap.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 #include <algorithm>
@@ -32,23 +39,38 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = 8;          // tokens in a product
+constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
 constexpr int kProducts = 8;      // of 16 columns, for a row of the state
 constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, so that the loads of two tokens meet no
                                   // bank twice
+
+// Division by a number that the host knows, of numbers below 2^31.
+struct Quotient {
+  uint32_t divisor, inverse;
+
+  Quotient() = default;
+  explicit Quotient(uint32_t divisor) : divisor(divisor), inverse(~0u / divisor) {}
+  __device__ uint32_t operator()(uint32_t value) const {
+    const uint32_t quotient = __umulhi(value, inverse);  // or one less
+    return quotient + (value - quotient * divisor >= divisor);
+  }
+};
 
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
   int heads_per_group, slices;  // slices a head
-  int heads, chunks;            // heads a CTA, CTAs a group
-  bool paired;                  // outputs can be stored two at a time
+  int team_bits;                // 1 << team_bits warps work on a head
+  Quotient heads, group_heads;  // of a row, of a group
+  Quotient ctas, chunks;        // of a row, of a group, but for those that fold
+  Quotient x_parts;             // 16 bytes of a row of x
   uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
 };
 
 // ---- formats -------------------------------------------------------------------------------------------------------
 
-// The codes of a head lie in shared memory as in its chunk, but that the halves of the 128-byte lines of every other
-// pair of rows are swapped, so that the 8 lanes of a load meet no bank twice. The rest of the chunk lies as it is.
+// A chunk lies in shared memory as in the slot, but that the halves of every other row of FP8 codes, which fill a
+// 128-byte line, are swapped, so that the 8 lanes of a load meet no bank twice.
 
 // Two E4M3 codes as FP16, exactly.
 __device__ inline __half2 e4m3_halves(uint32_t codes) {
@@ -75,12 +97,12 @@ __device__ inline uint32_t e2m1_pair(uint32_t word) {
   return (word << (12 - 4 * kCode) & 0x80008000u) | (magnitude & 0x0e000e00u);
 }
 
-// The operand of rows 2g and 2g + 1 of a slice: kProducts times {row 2g, row 2g + 1, row 2g, row 2g + 1} of pairs of
-// columns that query_columns() names. Formats of block scales.
+// The operand of rows g and g + 8 of a slice: kProducts times {row g, row g + 8, row g, row g + 8} of pairs of columns
+// that query_column() names. Formats of block scales.
 template <typename Format>
 struct StateOperand {
   static constexpr bool kColumnScales = Format::kColumnScales;
-  static constexpr int kRowBytes = kMaxStateDim / 2;
+  static constexpr int kSwap = 0;  // XORed to the indices of 16 bytes of codes in odd rows
   static constexpr float kUnit =
       1024.0f;  // what sums are to be multiplied by: codes come times 2^-14, scales times 2^4
 
@@ -93,19 +115,16 @@ struct StateOperand {
   uint32_t low[2];
   __half2 scale[2];  // of the first and the second 16 columns, times 16
 
-  __device__ StateOperand(const char* chunk, int P, int slice, int g, int t) {
+  __device__ StateOperand(const char* chunk, int P, int slice, int lane) {
     const BlockChunk<Format> layout{P, kMaxStateDim};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = slice * kSliceWidth + 2 * g + i;
-      codes[i] = *reinterpret_cast<const uint4*>(chunk + (row - i + (i ^ g & 1)) * kRowBytes + t * 16);
-      const uint16_t scales =
-          *reinterpret_cast<const uint16_t*>(chunk + layout.block_scales() + row * (kMaxStateDim / kBlock) + 2 * t);
+      const int part = (slice * kSliceWidth + 8 * i) * 4 + lane;  // of 4 in a row
+      codes[i] = reinterpret_cast<const uint4*>(chunk)[part];
+      const uint16_t scales = reinterpret_cast<const uint16_t*>(chunk + layout.block_scales())[part];
       scale[i] = __hmul2(e4m3_halves(scales), __float2half2_rn(16.0f));
       low[i] = 0;
-      if constexpr (Format::kLowBits) {
-        low[i] = *reinterpret_cast<const uint32_t*>(chunk + layout.low_bits() + row * (kMaxStateDim / 8) + 4 * t);
-      }
+      if constexpr (Format::kLowBits) low[i] = reinterpret_cast<const uint32_t*>(chunk + layout.low_bits())[part];
     }
   }
 
@@ -127,19 +146,18 @@ struct StateOperand {
     a[2] = pair<kWord, kCode + 1>(0), a[3] = pair<kWord, kCode + 1>(1);
   }
 
-  // sum *= the scales that are not in the operands
-  __device__ static void scale_sums(const char* chunk, int P, int, int, float (&sum)[4]) {
-    const float head = *reinterpret_cast<const float*>(chunk + BlockChunk<Format>{P, kMaxStateDim}.head_scale());
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] *= head;
+  // The scales that are not in the operands: of the head, and of rows g and g + 8.
+  __device__ static float head_scale(const char* chunk, int P) {
+    return *reinterpret_cast<const float*>(chunk + BlockChunk<Format>{P, kMaxStateDim}.head_scale());
   }
+  __device__ static void scale_rows(const char*, int, int, int, float (&)[4]) {}
 };
 
 struct Fp8 {};  // E4M3 with row scales
 template <>
 struct StateOperand<Fp8> {
   static constexpr bool kColumnScales = false;
-  static constexpr int kRowBytes = kMaxStateDim;
+  static constexpr int kSwap = 4;
   static constexpr float kUnit = 1.0f;
 
   __host__ __device__ static int bytes(int P) { return static_cast<int>(Fp8Chunk{P, kMaxStateDim}.bytes()); }
@@ -148,13 +166,13 @@ struct StateOperand<Fp8> {
 
   uint4 codes[2][2];  // of a row's first and second half
 
-  __device__ StateOperand(const char* chunk, int, int slice, int g, int t) {
+  __device__ StateOperand(const char* chunk, int, int slice, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        codes[i][half] = *reinterpret_cast<const uint4*>(chunk + (slice * kSliceWidth + 2 * g + i) * kRowBytes +
-                                                         (half ^ g & 1) * 64 + t * 16);
+        const int row = slice * kSliceWidth + 8 * i + lane / 4;
+        codes[i][half] = reinterpret_cast<const uint4*>(chunk)[row * 8 + (half ^ (row & 1)) * 4 + lane % 4];
       }
   }
 
@@ -172,10 +190,11 @@ struct StateOperand<Fp8> {
     }
   }
 
-  __device__ static void scale_sums(const char* chunk, int P, int slice, int g, float (&sum)[4]) {
-    const float2 rows = *reinterpret_cast<const float2*>(chunk + Fp8Chunk{P, kMaxStateDim}.row_scales() +
-                                                         (slice * kSliceWidth + 2 * g) * 4);
-    sum[0] *= rows.x, sum[1] *= rows.x, sum[2] *= rows.y, sum[3] *= rows.y;
+  __device__ static float head_scale(const char*, int) { return 1.0f; }
+  __device__ static void scale_rows(const char* chunk, int P, int slice, int g, float (&sum)[4]) {
+    const float* const rows = reinterpret_cast<const float*>(chunk + Fp8Chunk{P, kMaxStateDim}.row_scales());
+    const float upper = rows[slice * kSliceWidth + g], lower = rows[slice * kSliceWidth + 8 + g];
+    sum[0] *= upper, sum[1] *= upper, sum[2] *= lower, sum[3] *= lower;
   }
 };
 
@@ -237,42 +256,97 @@ __device__ inline void multiply_from(const StateOperand<Format>& state, const Qu
   }
 }
 
+// ---- the history ---------------------------------------------------------------------------------------------------
+
+// The operand of 16 records and 8 tokens: weights in three parts of BF16, exactly. A pair of records a register.
+struct WeightOperand {
+  uint32_t part[3][2];
+
+  // v: of the first of the lane's records; `product`: its products with the lane's token.
+  __device__ void load(const float* v, const float* product) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 a = *reinterpret_cast<const float2*>(v + half * 8);
+      const float2 b = *reinterpret_cast<const float2*>(product + half * 8);
+      float first = a.x * b.x, second = a.y * b.y;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        part[i][half] = upper_halves(first, second);
+        first -= bits_float(float_bits(first) & 0xffff0000u);
+        second -= bits_float(float_bits(second) & 0xffff0000u);
+      }
+    }
+  }
+
+  // The BF16 numbers below two float32.
+  __device__ static uint32_t upper_halves(float first, float second) {
+    return __byte_perm(float_bits(first), float_bits(second), 0x7632);
+  }
+};
+
+// y += x times weights. x: the slice in the first of the 16 records.
+template <typename Staged>
+__device__ inline void add_history(const Staged* x, int x_stride, const WeightOperand& weights, int lane,
+                                   float (&y)[4]) {
+  const Staged* const source = x + (lane / 16 * 8 + lane % 8) * x_stride + lane / 8 % 2 * 8;
+  uint32_t a[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(source)))
+               : "memory");
+  uint32_t rest[4];
+  if constexpr (std::is_same_v<Staged, __half>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack_pair<__half>(a[i]);
+      a[i] = WeightOperand::upper_halves(pair.x, pair.y);
+      rest[i] = WeightOperand::upper_halves(pair.x - bits_float(float_bits(pair.x) & 0xffff0000u),
+                                            pair.y - bits_float(float_bits(pair.y) & 0xffff0000u));
+    }
+  }
+#pragma unroll
+  for (int i = 2; i >= 0; --i) {
+    const uint32_t (&part)[2] = weights.part[i];
+    if constexpr (std::is_same_v<Staged, __half>) {
+      multiply_pairs<__nv_bfloat16>(y, rest[0], rest[1], rest[2], rest[3], part[0], part[1]);
+    }
+    multiply_pairs<__nv_bfloat16>(y, a[0], a[1], a[2], a[3], part[0], part[1]);
+  }
+}
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
-// Of a CTA; offsets in bytes, strides in elements. Records of the history are newest first, zeros up to a multiple of 8
-// of them.
+// Of a CTA; offsets in bytes, strides in elements. Records of the history are newest first, zeros up to a multiple of
+// 16 of them.
 struct ReadShared {
-  int g_stride, v_stride, u_stride, x_stride;  // of a record of B^T C and of u; of a head of v; of a head of u; of a
-                                               // record of x
-  int x_rows, new_x_row;                       // of a head; where new tokens begin
-  int b_new, c, query, query_scale, g, g_new;  // B of the history is at 0
-  int delta, step, rate, skip, v, u, decay, token_decay;  // of each head
-  int x, state;                                           // of each head
-  int folded, inverse, warp_max;                          // of CTAs that fold: [P][N], [N], [kWarps]
+  int g_stride, v_stride, u_stride, u_head, x_stride;  // of a token of B^T C; of a head of v; of a new token and a head
+                                                       // of u; of a record of x
+  int x_rows, new_x_row;                               // of a head; where new tokens begin
+  int b_new, c, query, query_scale, g, g_new;          // B of the history is at 0
+  int delta, v, u, decay, token_decay, x, state;       // of each head
+  int folded, inverse, warp_max;                       // of CTAs that fold: [P][N], [N], [kWarps]
   int state_bytes, bytes;
 
   __host__ __device__ ReadShared(int P, int window, int tokens, int heads, int chunk_bytes, bool folds)
-      : g_stride(round_up(tokens, kTile)),
+      : g_stride(round_up(window, 32) + 8),
         v_stride(round_up(window, 32)),
-        u_stride(tokens * g_stride),
-        x_stride(P / kSliceWidth % 2 == 0 ? P + 16 : P),  // so that records of four lanes lie in different banks
-        x_rows(round_up(window, 8) + tokens),
-        new_x_row(round_up(window, 8)),
+        u_stride(round_up(tokens, kTile)),
+        u_head(tokens * u_stride),
+        x_stride(P + 8),  // so that the rows of a matrix lie in different banks
+        x_rows(round_up(window, 16) + tokens),
+        new_x_row(round_up(window, 16)),
         b_new(round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
         query(c + tokens * kStride * 2),
         query_scale(query + tokens * kQueryStride * 4),
-        g(round_up(query_scale + tokens * 4, 8)),
-        g_new(g + round_up(window, 16) * g_stride * 4),
-        delta(g_new + u_stride * 4),
-        step(delta + heads * window * 4),
-        rate(step + heads * tokens * 4),
-        skip(rate + heads * 4),
-        v(skip + heads * 4),
-        u(round_up(v + heads * v_stride * 4, 8)),
-        decay(u + heads * u_stride * 4),
-        token_decay(round_up(decay + heads * 4, 8)),
-        x(round_up(token_decay + heads * g_stride * 4, 16)),
+        g(round_up(query_scale + tokens * 4, 16)),
+        g_new(g + tokens * g_stride * 4),
+        delta(round_up(g_new + u_head * 4, 16)),
+        v(round_up(delta + heads * window * 4, 16)),
+        u(v + heads * v_stride * 4),
+        decay(u + heads * u_head * 4),
+        token_decay(round_up(decay + heads * 4, 16)),
+        x(round_up(token_decay + heads * u_stride * 4, 16)),
         state(round_up(x + heads * x_rows * x_stride * 2, 128)),
         folded(state + heads * round_up(chunk_bytes, 128)),
         inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
@@ -394,6 +468,8 @@ __device__ inline void fold_head(const StateOwner& owner, bool has_state, Stored
   if (!finite) owner.report_not_finite();
 }
 
+__device__ __noinline__ float divide(float value, float divisor) { return scaled_down(value, divisor); }
+
 // Division of many values by one that is not negative, with the results of scaled_down.
 class Divisor {
  public:
@@ -412,7 +488,7 @@ class Divisor {
         quotient = fmaf(fmaf(-divisor_, quotient, value[i]), inverse_, quotient);
         value[i] = fmaf(fmaf(-divisor_, quotient, value[i]), inverse_, quotient);
       } else {
-        value[i] = scaled_down(value[i], divisor_);
+        value[i] = divide(value[i], divisor_);
       }
     }
   }
@@ -542,7 +618,7 @@ __device__ inline void cast_head(const uint4* folded, int P, char* chunk, char* 
     const uint2 words = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
     const int index = row * (N / kBlock) + block;
     *reinterpret_cast<uint2*>(chunk + index * 8) = words;
-    *reinterpret_cast<uint2*>(staged + (index ^ (row >> 1 & 1) * (N / kBlock)) * 8) = words;
+    *reinterpret_cast<uint2*>(staged + index * 8) = words;
     chunk[layout.block_scales() + index] = staged[layout.block_scales() + index] = static_cast<char>(block_scale);
     if constexpr (Format::kLowBits) {
       *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = static_cast<uint16_t>(low);
@@ -578,379 +654,381 @@ __device__ inline void cast_head<Fp8>(const uint4* folded, int P, char* chunk, c
     const uint4 words = make_uint4(codes[0], codes[1], codes[2], codes[3]);
     const int index = row * (N / kBlock) + block;
     reinterpret_cast<uint4*>(chunk)[index] = words;
-    reinterpret_cast<uint4*>(staged)[index ^ (row >> 1 & 1) * 4] = words;
+    reinterpret_cast<uint4*>(staged)[index ^ (row & 1) * StateOperand<Fp8>::kSwap] = words;
   }
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-template <typename Format, typename Staged>
-__global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_constant__ ReadParams params) {
+// Heads of one row: the task-th part of all heads or, if the CTA folds, the task-th head of the rows to flush.
+template <typename Format, typename Staged, bool kFolds>
+__device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t task, char* shared) {
   using State = StateOperand<Format>;
   const Problem& problem = params.scan.problem;
   const replayssm_scan_args& args = params.scan.args;
   constexpr int N = kMaxStateDim;
   const int P = problem.geometry.head_dim, R = problem.ring_rows, window = problem.config.window;
-  // The shuffle tells the compiler that a warp has one index, so that it sees no divergence in the loop over its items.
+  // The shuffle tells the compiler that a warp has one index, so that it sees no divergence where warps differ.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int tid = threadIdx.x, lane = tid % 32, g = lane / 4, t = lane % 4;
-  extern __shared__ __align__(128) char shared[];
+  const int team_bits = kFolds ? kMaxTeamBits : params.team_bits;
+  const int k = warp >> team_bits, member = warp & ((1 << team_bits) - 1);  // the warp's head of the CTA's
+  const int team_lane = member * 32 + lane, team_lanes = 32 << team_bits;
 
-  const bool folds = blockIdx.x < params.flush_ctas;
-  int64_t task = folds ? blockIdx.x : blockIdx.x - params.flush_ctas, end = task + 1;
-  if (folds) {
-    const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
-    end = static_cast<int64_t>(header->num_flush) * problem.geometry.num_heads;
+  int row_index, state_group, group_head;  // of the CTA's first head
+  if (kFolds) {
+    const uint32_t index = params.heads(task), head = task - index * params.heads.divisor;
+    row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
+    state_group = params.group_heads(head);
+    group_head = head - state_group * params.heads_per_group;
+  } else {
+    row_index = params.ctas(task);
+    const uint32_t rest = task - row_index * params.ctas.divisor;
+    state_group = params.chunks(rest);
+    group_head = (rest - state_group * params.chunks.divisor) * (kWarps >> team_bits);
+  }
+  const replayssm_plan_row row = params.scan.planned[row_index];
+  if (!admit(row, row_index, args.num_tokens, args.max_count, window, false, params.scan.error,
+             !kFolds && state_group == 0 && group_head == 0 && tid == 0) ||
+      row.count == 0) {
+    return;
+  }
+  const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
+  if (flagged && !params.scan.flushed && !kFolds) return;  // a CTA that folds has it
+  const int T = row.count;
+  const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
+  const int history = kFolds ? 0 : h;                              // that outputs see
+  const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
+  const bool has_head = group_head + k < params.heads_per_group;
+  const int head = state_group * params.heads_per_group + group_head + k;
+
+  const ReadShared layout(P, window, args.max_count, kWarps >> team_bits, State::bytes(P), kFolds);
+  auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
+  Staged* const B = reinterpret_cast<Staged*>(shared);
+  Staged* const new_B = reinterpret_cast<Staged*>(shared + layout.b_new);
+  Staged* const C = reinterpret_cast<Staged*>(shared + layout.c);
+  uint32_t* const query = reinterpret_cast<uint32_t*>(shared + layout.query);  // C in FP16, a lane's pairs together
+  float* const query_scale = floats_at(layout.query_scale);                    // [tokens]
+  float* const products = floats_at(layout.g);                                 // C^T B of the history, [tokens][h]
+  float* const new_products = floats_at(layout.g_new);                         // B^T C of the tokens, [tokens][tokens]
+  // Of the warp's head:
+  float* const delta = floats_at(layout.delta) + k * window;
+  float* const v = floats_at(layout.v) + k * layout.v_stride;
+  float* const u = floats_at(layout.u) + k * layout.u_head;  // [tokens][tokens]
+  float* const decay = floats_at(layout.decay) + k;
+  float* const token_decays = floats_at(layout.token_decay) + k * layout.u_stride;
+  Staged* const x = reinterpret_cast<Staged*>(shared + layout.x) + k * layout.x_rows * layout.x_stride;
+  char* const state = shared + layout.state + k * layout.state_bytes;
+
+  // 1. All that the CTA reads: first what weights and products take, then x and the state.
+  const int64_t first_token = row.first_token;
+  Staged* const b_ring =
+      reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + state_group * R * N;
+  constexpr int kParts = N / 8, kRowsAtOnce = kThreads / kParts;
+  const int part_row = tid / kParts, part_column = tid % kParts * 8;
+#pragma unroll 1
+  for (int i = part_row; i < h; i += kRowsAtOnce) {
+    int position = row.ring_row - 1 - i;
+    if (position < 0) position += R;
+    request_16_bytes(B + i * kStride + part_column, b_ring + position * N + part_column);
   }
 #pragma unroll 1
-  for (; task < end; task += params.flush_ctas) {
-    int chunk = 0, heads = 1, row_index, first_head;
-    if (folds) {
-      const int H = problem.geometry.num_heads;
-      row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[task / H];
-      first_head = static_cast<int>(task % H);
-      chunk = first_head % params.heads_per_group;
-    } else {
-      chunk = static_cast<int>(task % params.chunks);
-      const int group = static_cast<int>(task / params.chunks);
-      row_index = group / problem.geometry.num_groups;
-      first_head = group % problem.geometry.num_groups * params.heads_per_group + chunk * params.heads;
-      heads = min(params.heads, params.heads_per_group - chunk * params.heads);
-    }
-    const int state_group = first_head / params.heads_per_group;
-
-    const replayssm_plan_row row = params.scan.planned[row_index];
-    if (!admit(row, row_index, args.num_tokens, args.max_count, window, false, params.scan.error,
-               !folds && first_head == 0 && tid == 0) ||
-        row.count == 0) {
-      continue;
-    }
-    const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
-    if (flagged && !params.scan.flushed && !folds) continue;  // a CTA that folds has it
-    const int T = row.count, max_tokens = args.max_count;
-    const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
-    const int history = folds ? 0 : h;                               // that outputs see
-    const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
-
-    const ReadShared layout(P, window, max_tokens, folds ? 1 : params.heads, State::bytes(P), folds);
-    auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
-    Staged* const B = reinterpret_cast<Staged*>(shared);
-    Staged* const new_B = reinterpret_cast<Staged*>(shared + layout.b_new);
-    Staged* const C = reinterpret_cast<Staged*>(shared + layout.c);
-    uint32_t* const query = reinterpret_cast<uint32_t*>(shared + layout.query);  // C in FP16, a lane's pairs together
-    float* const query_scale = floats_at(layout.query_scale);                    // [tokens]
-    float* const products = floats_at(layout.g);                                 // B^T C of the history, [h][g_stride]
-    float* const new_products = floats_at(layout.g_new);                         // of the new tokens
-    float* const delta = floats_at(layout.delta);                                // [heads][window]
-    float* const steps = floats_at(layout.step);                                 // [heads][tokens]
-    float* const rates = floats_at(layout.rate);                                 // [heads]
-    float* const skips = floats_at(layout.skip);                                 // [heads]
-    float* const v = floats_at(layout.v);                                        // [heads][v_stride]
-    float* const u = floats_at(layout.u);                                        // [heads][tokens][g_stride]
-    float* const decays = floats_at(layout.decay);                               // [heads]
-    float* const token_decays = floats_at(layout.token_decay);                   // [heads][g_stride]
-    Staged* const x = reinterpret_cast<Staged*>(shared + layout.x);              // [heads][x_rows][x_stride]
-    char* const states = shared + layout.state;                                  // [heads]
-
-    // 1. All that the CTA reads: first what weights and products take, then x and the state.
-    const int64_t first_token = row.first_token;
-    Staged* const b_ring =
-        reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + state_group * R * N;
-    constexpr int kParts = N / 8, kRowsAtOnce = kThreads / kParts;
-    const int part_row = tid / kParts, part_column = tid % kParts * 8;
+  for (int s = part_row; s < T; s += kRowsAtOnce) {
+    request_input(new_B + s * kStride + part_column,
+                  static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
+                      state_group * args.B.stride[1] + part_column,
+                  params.scan.b_aligned);
+    request_input(C + s * kStride + part_column,
+                  static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
+                      state_group * args.C.stride[1] + part_column,
+                  params.scan.c_aligned);
+  }
+  float* const delta_ring = reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + head * R;
+  uint32_t dt_bits = 0, bias_bits = 0, rate_bits = 0, skip_bits = 0;
+  const bool weighs = has_head && member == 0, has_token = weighs && lane < T;
+  if (weighs) {
 #pragma unroll 1
-    for (int i = part_row; i < h; i += kRowsAtOnce) {
+    for (int i = lane; i < h; i += 32) {
       int position = row.ring_row - 1 - i;
       if (position < 0) position += R;
-      request_16_bytes(B + i * kStride + part_column, b_ring + position * N + part_column);
+      request_4_bytes(delta + i, delta_ring + position);
     }
+    if (has_token) {
+      dt_bits =
+          load_bits(args.dt.data, args.dt.dtype, (first_token + lane) * args.dt.stride[0] + head * args.dt.stride[1]);
+    }
+    if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
+    if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, head);
+    rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
+  }
+  close_group();
+
+  char* const checkpoint = section_of(params.scan.layer.checkpoint, row.slot) + head * problem.checkpoint_head_bytes;
+  char* const copy = section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
+  uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
+  const int x_row = params.x_parts(team_lane), x_column = (team_lane - x_row * params.x_parts.divisor) * 8;
+  const int x_rows_at_once = params.x_parts(team_lanes);
+  Staged* const x_ring =
+      reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * R * P + x_column;
+  const bool moves_x = has_head && x_row < x_rows_at_once;
+  if constexpr (kFolds) {
+    if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+      request_checkpoint(reinterpret_cast<const float*>(checkpoint), P, folded);
+    } else if (stored_before) {
+      request_checkpoint(reinterpret_cast<const __half*>(checkpoint), P, folded);
+    }
+  } else if (stored_before && has_head) {
+    const char* source = (problem.read_copy_head_bytes > 0 ? copy : checkpoint) + team_lane * 16;
+    char* target = state + (team_lane ^ team_lane / 8 % 2 * State::kSwap) * 16;
+    int left = State::bytes(P) - team_lane * 16;
+    if constexpr (State::kSwap != 0) {  // what follows the codes lies as it is
+      left -= P * 4;
+      for (int i = team_lane; i < P / 4; i += team_lanes) {
+        request_16_bytes(state + P * N + i * 16, source + P * N + (i - team_lane) * 16);
+      }
+    }
+#pragma unroll 4
+    for (; left > 0; left -= team_lanes * 16) {
+      request_16_bytes(target, source);
+      source += team_lanes * 16, target += team_lanes * 16;
+    }
+  }
+  if (moves_x) {
+    Staged* target = x + x_row * layout.x_stride + x_column;
+    int position = row.ring_row - 1 - x_row, i = x_row;
+#pragma unroll 1
+    for (; i < h; i += x_rows_at_once) {
+      if (position < 0) position += R;
+      request_16_bytes(target, x_ring + position * P);
+      target += x_rows_at_once * layout.x_stride, position -= x_rows_at_once;
+    }
+#pragma unroll 1
+    for (; i < round_up(h, 16); i += x_rows_at_once) {
+      *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+      target += x_rows_at_once * layout.x_stride;
+    }
+#pragma unroll 1
+    for (int s = x_row; s < T; s += x_rows_at_once) {
+      request_input(x + (layout.new_x_row + s) * layout.x_stride + x_column,
+                    static_cast<const Staged*>(args.x.data) + (first_token + s) * args.x.stride[0] +
+                        head * args.x.stride[1] + x_column,
+                    params.scan.x_aligned);
+    }
+  }
+  close_group();
+  if (kFolds && part_row < round_up(h, 8) - h) {
+    *reinterpret_cast<uint4*>(B + (h + part_row) * kStride + part_column) = make_uint4(0, 0, 0, 0);
+  }
+  float step = 0.0f;
+  if (has_token) {
+    step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
+                            args.dt_min, args.dt_max);
+    delta_ring[ring_position(row.ring_row, lane, R)] = step;
+  }
+  const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+  await_groups<1>();
+  __syncthreads();
+
+  // 2. The CTA of the group's first heads appends B to the ring. C in FP16. B^T C, 16 records by 8 tokens at a time;
+  // rows and columns beyond the last repeat it. The weights of the history.
+  if (group_head == 0) {
 #pragma unroll 1
     for (int s = part_row; s < T; s += kRowsAtOnce) {
-      request_input(new_B + s * kStride + part_column,
-                    static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
-                        state_group * args.B.stride[1] + part_column,
-                    params.scan.b_aligned);
-      request_input(C + s * kStride + part_column,
-                    static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
-                        state_group * args.C.stride[1] + part_column,
-                    params.scan.c_aligned);
+      *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
+          *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
     }
-    float* const delta_ring =
-        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + first_head * R;
+  }
 #pragma unroll 1
-    for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-      for (int i = lane; i < h; i += 32) {
-        int position = row.ring_row - 1 - i;
-        if (position < 0) position += R;
-        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
-      }
-    }
-    close_group();
-    char* const checkpoint =
-        section_of(params.scan.layer.checkpoint, row.slot) + first_head * problem.checkpoint_head_bytes;
-    char* const copy = section_of(params.scan.layer.read_copy, row.slot) + first_head * problem.read_copy_head_bytes;
-    uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-    if (folds && stored_before) {
-      if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-        request_checkpoint(reinterpret_cast<const float*>(checkpoint), P, folded);
-      } else {
-        request_checkpoint(reinterpret_cast<const __half*>(checkpoint), P, folded);
-      }
-    } else if (stored_before) {
-      const char* const source = problem.read_copy_head_bytes > 0 ? copy : checkpoint;
-      const int pieces = State::bytes(P) / 16, code_pieces = P * State::kRowBytes / 16;
-#pragma unroll 1
-      for (int k = 0; k < heads; ++k) {
-#pragma unroll 4
-        for (int i = tid; i < pieces; i += kThreads) {
-          const int swap = i < code_pieces ? i / (2 * State::kRowBytes / 16) % 2 * 4 : 0;
-          request_16_bytes(states + k * layout.state_bytes + (i ^ swap) * 16, source + k * State::bytes(P) + i * 16);
-        }
-      }
-    }
-    const int x_parts = P / 8, x_rows_at_once = kThreads / x_parts;
-    const int x_row = tid / x_parts, x_column = tid % x_parts * 8;
-    Staged* const x_ring =
-        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + first_head * R * P + x_column;
-    const Staged* const x_in = static_cast<const Staged*>(args.x.data) + first_head * args.x.stride[1] + x_column;
-    const int padding = round_up(h, 8) - h;
-    if (x_row < x_rows_at_once) {
-#pragma unroll 1
-      for (int k = 0; k < heads; ++k) {
-        Staged* const target = x + k * layout.x_rows * layout.x_stride + x_column;
-#pragma unroll 1
-        for (int i = x_row; i < h; i += x_rows_at_once) {
-          int position = row.ring_row - 1 - i;
-          if (position < 0) position += R;
-          request_16_bytes(target + i * layout.x_stride, x_ring + (k * R + position) * P);
-        }
-#pragma unroll 1
-        for (int s = x_row; s < T; s += x_rows_at_once) {
-          request_input(target + (layout.new_x_row + s) * layout.x_stride,
-                        x_in + (first_token + s) * args.x.stride[0] + k * args.x.stride[1], params.scan.x_aligned);
-        }
-#pragma unroll 1
-        for (int i = x_row; i < padding; i += x_rows_at_once) {
-          *reinterpret_cast<uint4*>(target + (h + i) * layout.x_stride) = make_uint4(0, 0, 0, 0);
-        }
-      }
-    }
-    close_group();
-
-    if (part_row < padding) {
-      *reinterpret_cast<uint4*>(B + (h + part_row) * kStride + part_column) = make_uint4(0, 0, 0, 0);
-    }
-    if (tid < heads) {
-      rates[tid] = -expf(load_scalar(args.A_log.data, args.A_log.dtype, first_head + tid));
-      skips[tid] = args.D.data ? load_scalar(args.D.data, args.D.dtype, first_head + tid) : 0.0f;
-    }
-    const int token_bits = T > 1 ? 32 - __clz(T - 1) : 0;
-#pragma unroll 1
-    for (int i = tid; i < heads << token_bits; i += kThreads) {
-      const int k = i >> token_bits, s = i & ((1 << token_bits) - 1), head = first_head + k;
-      if (s >= T) continue;
-      const float dt =
-          load_scalar(args.dt.data, args.dt.dtype, (first_token + s) * args.dt.stride[0] + head * args.dt.stride[1]);
-      const float bias = args.dt_bias.data ? load_scalar(args.dt_bias.data, args.dt_bias.dtype, head) : 0.0f;
-      const float step = discretised_step(dt, bias, args.dt_min, args.dt_max);
-      steps[k * max_tokens + s] = step;
-      delta_ring[k * R + ring_position(row.ring_row, s, R)] = step;
-    }
-    await_groups<1>();
-    __syncthreads();
-
-    // 2. The CTA of the group's first heads appends B to the ring. C in FP16. B^T C, 16 records by 8 tokens at a time;
-    // rows and columns beyond the last repeat it. The weights of a head, but for the products in u.
-    if (chunk == 0) {
-#pragma unroll 1
-      for (int s = part_row; s < T; s += kRowsAtOnce) {
-        *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
-            *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
-      }
-    }
-#pragma unroll 1
-    for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
-      const Staged* const token = C + s * kStride;
-      float value[4];
-      load_shared<4>(token + lane * 4, value);
-      uint32_t amax = 0;
+  for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
+    const Staged* const token = C + s * kStride;
+    float value[4];
+    load_shared<4>(token + lane * 4, value);
+    uint32_t amax = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
-      // 2^14 for the largest value; below 2^-100 the scale stays.
-      const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
-      const float scale = __uint_as_float((268 - exponent) << 23);
-      if (lane == 0) query_scale[s] = __uint_as_float((exponent - 14) << 23) * State::kUnit;
+    for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
+    // 2^14 for the largest value; below 2^-100 the scale stays.
+    const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
+    const float scale = bits_float((268 - exponent) << 23);
+    if (lane == 0) query_scale[s] = bits_float((exponent - 14) << 23) * State::kUnit;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
+      query[s * kQueryStride + index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
+          static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
+    }
+  }
+  const int history_tiles = (history + 15) / 16;
+#pragma unroll 1
+  for (int tile = warp; tile < history_tiles + 1; tile += kWarps) {
+    const bool is_new = tile == history_tiles;
+    const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
+    const Staged* const records = is_new ? new_B : B;
+#pragma unroll 1
+    for (int token = 0; token < T; token += kTile) {
+      const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
+      const uint4* const lower = reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
+      const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
+      float sum[2][4] = {};
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
+        multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+        multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
+        const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
+        if (s >= T) continue;
+        if (!is_new) {
+          products[s * layout.g_stride + record] = product;
+        } else if (record < T) {
+          new_products[record * layout.u_stride + s] = product;
+        }
+      }
+    }
+  }
+  if (weighs) {
+    const float total = weigh_history(delta, rate, h, lane, v);
+    if (lane == 0) *decay = total;
+  }
+  __syncthreads();
+
+  // 3. The weights of new tokens. What came for the head is complete.
+  if (weighs) {
+    const float log_decay = __fmul_rn(rate, step);
+    const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
+    const float skip = bits_to_float(skip_bits, args.D.dtype);
+    if (lane < T) token_decays[lane] = token_decay;
+    float exponent = 0.0f;
+#pragma unroll 1
+    for (int back = 0; back < T; ++back) {
+      const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
+      if (lane >= back && lane < T) {
+        const int entry = (lane - back) * layout.u_stride + lane;
+        u[entry] = fmaf(__fmul_rn(step_r, expf(exponent)), new_products[entry], back == 0 ? skip : 0.0f);
+        exponent = __fadd_rn(exponent, log_decay_r);
+      }
+    }
+  }
+  await_groups<0>();
+  if (team_bits == 0) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  if (moves_x) {
+#pragma unroll 1
+    for (int s = x_row; s < T; s += x_rows_at_once) {
+      *reinterpret_cast<uint4*>(x_ring + ring_position(row.ring_row, s, R) * P) =
+          *reinterpret_cast<const uint4*>(x + (layout.new_x_row + s) * layout.x_stride + x_column);
+    }
+  }
+  if constexpr (kFolds) {
+    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+    auto fold_as = [&](auto stored) {
+      fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint), folded, x, layout.x_stride, B, v,
+                *decay, h, params.tf32_mask);
+    };
+    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+      fold_as(float());
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
+      fold_as(__nv_bfloat16());
+    } else {
+      fold_as(__half());
+    }
+    __syncthreads();
+    const CastScratch scratch{floats_at(layout.inverse), reinterpret_cast<uint32_t*>(shared + layout.warp_max)};
+    cast_head<Format>(folded, P, copy, state, scratch);
+    __syncthreads();
+  }
+
+  // 4. Slice after slice.
+  if (has_head) {
+    const char* const columns = state + State::bytes(P) - 16 - N;  // before the head's scale
+    const bool reads = stored_before || kFolds, whole = T <= kTile;
+    QueryOperand<Format> operand;
+    WeightOperand weights[2];  // of 32 records; those of more are formed slice by slice
+    const float* const lane_weights = v + 2 * t;
+    const float* lane_products = products + min(g, T - 1) * layout.g_stride + 2 * t;
+    if (whole) {
+      if (reads) operand.load(query + min(g, T - 1) * kQueryStride, columns, t);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
-        query[s * kQueryStride + index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
-            static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
+        if (i < history_tiles) weights[i].load(lane_weights + 16 * i, lane_products + 16 * i);
       }
     }
-    const int history_tiles = (history + 15) / 16;
+    const float scale = reads ? State::head_scale(state, P) * (kFolds ? 1.0f : *decay) : 0.0f;
+    Staged* const out =
+        static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] + g;
 #pragma unroll 1
-    for (int tile = warp; tile < history_tiles + 1; tile += kWarps) {
-      const bool is_new = tile == history_tiles;
-      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-      const Staged* const records = is_new ? new_B : B;
-#pragma unroll 1
-      for (int token = 0; token < T; token += kTile) {
-        const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-        const uint4* const lower =
-            reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
-        const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
-        float sum[2][4] = {};
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
-        }
-        float* const target = (is_new ? new_products : products) + (first + g) * layout.g_stride + token + 2 * t;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool live = first + g + 8 * half < count;
-          if (is_new && !live) continue;
-          *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-              live ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                   : make_float2(0.0f, 0.0f);
-        }
-      }
-    }
-#pragma unroll 1
-    for (int k = warp; k < heads; k += kWarps) {
-      const float A = rates[k];
-      const float decay = weigh_history(delta + k * window, A, h, lane, v + k * layout.v_stride);
-      if (lane == 0) decays[k] = decay;
-      const float step = lane < T ? steps[k * max_tokens + lane] : 0.0f;
-      const float log_decay = __fmul_rn(A, step);
-      const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
-      if (lane < T) token_decays[k * layout.g_stride + lane] = token_decay;
-      float exponent = 0.0f;
-#pragma unroll 1
-      for (int back = 0; back < T; ++back) {
-        const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
-        if (lane >= back && lane < T) {
-          u[k * layout.u_stride + (lane - back) * layout.g_stride + lane] = __fmul_rn(step_r, expf(exponent));
-          exponent = __fadd_rn(exponent, log_decay_r);
-        }
-      }
-    }
-    await_groups<0>();
-    __syncthreads();
-    if (folds) {
-      const StateOwner owner{problem,   params.scan.layer, params.scan.error, first_head,
-                             row_index, row.stream,        row.writes};
-      auto fold_as = [&](auto stored) {
-        fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint), folded, x, layout.x_stride, B,
-                  v, decays[0], h, params.tf32_mask);
-      };
-      if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-        fold_as(float());
-      } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
-        fold_as(__nv_bfloat16());
-      } else {
-        fold_as(__half());
-      }
-      __syncthreads();
-      const CastScratch scratch{floats_at(layout.inverse), reinterpret_cast<uint32_t*>(shared + layout.warp_max)};
-      cast_head<Format>(folded, P, copy, states, scratch);
-    }
-#pragma unroll 1
-    for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-      for (int r = lane / 16; r < T; r += 2) {
-        const int s = lane % 16, entry = r * layout.g_stride + s;
-        if (s < r || s >= T) continue;
-        float& weight = u[k * layout.u_stride + entry];
-        weight = fmaf(weight, new_products[entry], r == s ? skips[k] : 0.0f);
-      }
-    }
-    if (x_row < x_rows_at_once) {
-#pragma unroll 1
-      for (int k = 0; k < heads; ++k) {
-#pragma unroll 1
-        for (int s = x_row; s < T; s += x_rows_at_once) {
-          *reinterpret_cast<uint4*>(x_ring + (k * R + ring_position(row.ring_row, s, R)) * P) =
-              *reinterpret_cast<const uint4*>(x + (k * layout.x_rows + layout.new_x_row + s) * layout.x_stride +
-                                              x_column);
-        }
-      }
-    }
-    __syncthreads();
-
-    // 3. Slice after slice.
-    const int items = heads * params.slices, share = (items + kWarps - 1) / kWarps;
-    int k = warp * share / params.slices, slice = warp * share % params.slices;
-    QueryOperand<Format> operand;
-#pragma unroll 1
-    for (int item = warp * share; item < min(items, (warp + 1) * share); ++item) {
-      const int head = first_head + k;
-      const char* const state = states + k * layout.state_bytes;
-      const char* const columns = state + State::bytes(P) - 16 - N;  // before the head's scale
-      const Staged* const old_x = x + k * layout.x_rows * layout.x_stride + slice * kSliceWidth + 2 * g;
-      const Staged* const new_x = old_x + layout.new_x_row * layout.x_stride;
-      const float* const weights = v + k * layout.v_stride + t;
+    for (int slice = member; slice < params.slices; slice += 1 << team_bits) {
+      const Staged* const slice_x = x + slice * kSliceWidth;
+      const Staged* const new_x = slice_x + layout.new_x_row * layout.x_stride + g;
 #pragma unroll 1
       for (int first = 0; first < T; first += kTile) {
         const int s = first + 2 * t;
         float y[4] = {};
-        if (stored_before || folds) {
-          if (T > kTile || slice == 0 || item == warp * share) {
-            operand.load(query + min(first + g, T - 1) * kQueryStride, columns, t);
-          }
+        if (!whole) lane_products = products + min(first + g, T - 1) * layout.g_stride + 2 * t;
+        if (reads) {
+          if (!whole) operand.load(query + min(first + g, T - 1) * kQueryStride, columns, t);
           float other[4] = {};
-          multiply_from<0>(State(state, P, slice, g, t), operand, y, other);
+          multiply_from<0>(State(state, P, slice, lane), operand, y, other);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] = __fadd_rn(y[i], other[i]);
-          State::scale_sums(state, P, slice, g, y);
-          const float decay = folds ? 1.0f : decays[k], scale0 = query_scale[min(s, T - 1)],
-                      scale1 = query_scale[min(s + 1, T - 1)];
-          y[0] = y[0] * scale0 * decay, y[1] = y[1] * scale1 * decay;
-          y[2] = y[2] * scale0 * decay, y[3] = y[3] * scale1 * decay;
+          for (int i = 0; i < 4; ++i) y[i] = __fadd_rn(y[i], other[i]) * scale;
+          State::scale_rows(state, P, slice, g, y);
+          const float scale0 = query_scale[min(s, T - 1)], scale1 = query_scale[min(s + 1, T - 1)];
+          y[0] *= scale0, y[1] *= scale1, y[2] *= scale0, y[3] *= scale1;
         }
-        const float* const product = products + t * layout.g_stride + first + g;
+        if (whole) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (i < history_tiles)
+              add_history(slice_x + 16 * i * layout.x_stride, layout.x_stride, weights[i], lane, y);
+          }
+        }
 #pragma unroll 1
-        for (int i = 0; i < history; i += 8) {
-          const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * layout.x_stride));
-          const float2 x1 =
-              unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * layout.x_stride));
-          const float values[4] = {x0.x, x0.y, x1.x, x1.y};
-          const float weight[2] = {weights[i] * product[i * layout.g_stride],
-                                   weights[i + 4] * product[(i + 4) * layout.g_stride]};
-          float high[2], low[2];
-          split(weight, params.tf32_mask, high, low);
-          multiply_tf32(y, values, low);
-          multiply_tf32(y, values, high);
+        for (int i = whole ? 2 : 0; i < history_tiles; ++i) {
+          WeightOperand of_tile;
+          of_tile.load(lane_weights + 16 * i, lane_products + 16 * i);
+          add_history(slice_x + 16 * i * layout.x_stride, layout.x_stride, of_tile, lane, y);
         }
 
-        const float2 since = *reinterpret_cast<const float2*>(token_decays + k * layout.g_stride + s);
+        const float2 since = *reinterpret_cast<const float2*>(token_decays + s);
         y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-        const float* const new_weights = u + k * layout.u_stride + s;
-#pragma unroll 2
+        const float* const new_weights = u + s;
+#pragma unroll 1
         for (int r = 0; r < min(first + kTile, T); ++r) {
-          const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(new_x + r * layout.x_stride));
-          const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.g_stride);
-          if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-          if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+          const float upper = static_cast<float>(new_x[r * layout.x_stride]);
+          const float lower = static_cast<float>(new_x[r * layout.x_stride + 8]);
+          const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.u_stride);
+          if (r <= s) y[0] = fmaf(weight.x, upper, y[0]), y[2] = fmaf(weight.x, lower, y[2]);
+          if (r <= s + 1) y[1] = fmaf(weight.y, upper, y[1]), y[3] = fmaf(weight.y, lower, y[3]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (s + i >= T) continue;
-          Staged* const target = static_cast<Staged*>(args.out.data) + (first_token + s + i) * args.out.stride[0] +
-                                 head * args.out.stride[1] + slice * kSliceWidth + 2 * g;
-          if (params.paired) {
-            *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
-          } else {
-            store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
-            store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
-          }
+          Staged* const target = out + (s + i) * args.out.stride[0] + slice * kSliceWidth;
+          store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
+          store_scalar(target, kDtypeOf<Staged>, 8, y[2 + i]);
         }
       }
-      if (++slice == params.slices) slice = 0, ++k;
     }
-    if (folds) __syncthreads();  // before the next head is staged
+  }
+}
+
+template <typename Format, typename Staged>
+__global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_constant__ ReadParams params) {
+  extern __shared__ __align__(128) char shared[];
+  if (blockIdx.x >= params.flush_ctas) {
+    step_heads<Format, Staged, false>(params, blockIdx.x - params.flush_ctas, shared);
+    return;
+  }
+  const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
+#pragma unroll 1
+  for (uint32_t task = blockIdx.x; task < header->num_flush * params.heads.divisor; task += params.flush_ctas) {
+    step_heads<Format, Staged, true>(params, task, shared);
+    __syncthreads();  // before the next head is staged
   }
 }
 
@@ -975,10 +1053,8 @@ auto with_quantised(const replayssm_config& config, F&& f) {
   return f(Fp8());
 }
 
-// A CTA takes more heads only as long as that leaves kEnoughCtas.
-constexpr int kMaxHeads = 4;
+// A head has more than one warp where that many CTAs are few.
 constexpr int64_t kEnoughCtas = 512;
-
 // CTAs that fold, of a grid that has more than those.
 constexpr int kFlushCtas = 264;
 
@@ -999,30 +1075,34 @@ bool has_step_read(const Problem& problem) {
 
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {
   const Problem& problem = scan.problem;
-  const replayssm_tensor& out = scan.args.out;
+  const replayssm_geometry& g = problem.geometry;
   const bool folds = has_fused_step_read(problem) && !scan.flushed;
+  const int64_t row_heads = static_cast<int64_t>(rows) * g.num_heads;
   ReadParams params{};
   params.scan = scan;
   params.rows = rows;
-  params.flush_ctas =
-      folds ? static_cast<int>(std::min<int64_t>(kFlushCtas, static_cast<int64_t>(rows) * problem.geometry.num_heads))
-            : 0;
-  params.heads_per_group = problem.geometry.num_heads / problem.geometry.num_groups;
-  params.slices = problem.geometry.head_dim / kSliceWidth;
-  params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
+  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(kFlushCtas, row_heads)) : 0;
+  params.heads_per_group = g.num_heads / g.num_groups;
+  params.slices = g.head_dim / kSliceWidth;
+  params.heads = Quotient(g.num_heads);
+  params.group_heads = Quotient(params.heads_per_group);
+  params.x_parts = Quotient(g.head_dim / 8);
   params.tf32_mask = kTf32Mask;
-  const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
+  int64_t ctas = 0;
   int shared = 0;
-  for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
-    params.heads = heads;
-    params.chunks = (params.heads_per_group + heads - 1) / heads;
+  for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
+    const int heads = kWarps >> bits, chunks = (params.heads_per_group + heads - 1) / heads;
+    params.team_bits = bits;
+    params.chunks = Quotient(chunks);
+    params.ctas = Quotient(g.num_groups * chunks);
+    ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
     shared = shared_bytes(problem, scan.args.max_count, heads, false);
-    if (heads == 1 || (shared <= kSharedLimit && groups * params.chunks >= kEnoughCtas)) break;
+    if (shared <= kSharedLimit && ctas >= kEnoughCtas && heads <= params.heads_per_group) break;
   }
   if (folds) shared = std::max(shared, shared_bytes(problem, scan.args.max_count, 1, true));
   return with_quantised(problem.config, [&](auto format) {
     return launch("step", choose_read<decltype(format)>(problem.config.activation),
-                  params.flush_ctas + groups * params.chunks, kThreads, shared, exec, params);
+                  row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, kThreads, shared, exec, params);
   });
 }
 
