@@ -56,6 +56,46 @@ struct Quotient {
   }
 };
 
+// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first, zeros up to a
+// multiple of 16 of them.
+struct ReadShared {
+  int g_stride, v_stride, u_stride, u_head, x_stride;  // of a token of B^T C; of a head of v; of a new token and a head
+                                                       // of u; of a record of x
+  int x_rows, new_x_row;                               // of a head; where new tokens begin
+  int b_new, c, query, query_scale, g, g_new;          // B of the history is at 0
+  int delta, v, u, decay, token_decay, x, state;       // of each head
+  int folded, inverse, warp_max;                       // of CTAs that fold: [P][N], [N], [kWarps]
+  int state_bytes, bytes;
+
+  ReadShared() = default;
+  ReadShared(int P, int window, int tokens, int heads, int chunk_bytes, bool folds)
+      : g_stride(round_up(window, 32) + 8),
+        v_stride(round_up(window, 32)),
+        u_stride(round_up(tokens, kTile)),
+        u_head(tokens * u_stride),
+        x_stride(P + 8),  // so that the rows of a matrix lie in different banks
+        x_rows(round_up(window, 16) + tokens),
+        new_x_row(round_up(window, 16)),
+        b_new(round_up(window, 8) * kStride * 2),
+        c(b_new + tokens * kStride * 2),
+        query(c + tokens * kStride * 2),
+        query_scale(query + tokens * kQueryStride * 4),
+        g(round_up(query_scale + tokens * 4, 16)),
+        g_new(g + tokens * g_stride * 4),
+        delta(round_up(g_new + u_head * 4, 16)),
+        v(round_up(delta + heads * window * 4, 16)),
+        u(v + heads * v_stride * 4),
+        decay(u + heads * u_head * 4),
+        token_decay(round_up(decay + heads * 4, 16)),
+        x(round_up(token_decay + heads * u_stride * 4, 16)),
+        state(round_up(x + heads * x_rows * x_stride * 2, 128)),
+        folded(state + heads * round_up(chunk_bytes, 128)),
+        inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
+        warp_max(inverse + (folds ? kMaxStateDim * 4 : 0)),
+        state_bytes(round_up(chunk_bytes, 128)),
+        bytes(warp_max + (folds ? kWarps * 4 : 0)) {}
+};
+
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
@@ -64,7 +104,8 @@ struct ReadParams {
   Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
-  uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
+  ReadShared stepping, folding;
+  uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
 // ---- formats -------------------------------------------------------------------------------------------------------
@@ -314,47 +355,6 @@ __device__ inline void add_history(const Staged* x, int x_stride, const WeightOp
   }
 }
 
-// ---- shared memory -------------------------------------------------------------------------------------------------
-
-// Of a CTA; offsets in bytes, strides in elements. Records of the history are newest first, zeros up to a multiple of
-// 16 of them.
-struct ReadShared {
-  int g_stride, v_stride, u_stride, u_head, x_stride;  // of a token of B^T C; of a head of v; of a new token and a head
-                                                       // of u; of a record of x
-  int x_rows, new_x_row;                               // of a head; where new tokens begin
-  int b_new, c, query, query_scale, g, g_new;          // B of the history is at 0
-  int delta, v, u, decay, token_decay, x, state;       // of each head
-  int folded, inverse, warp_max;                       // of CTAs that fold: [P][N], [N], [kWarps]
-  int state_bytes, bytes;
-
-  __host__ __device__ ReadShared(int P, int window, int tokens, int heads, int chunk_bytes, bool folds)
-      : g_stride(round_up(window, 32) + 8),
-        v_stride(round_up(window, 32)),
-        u_stride(round_up(tokens, kTile)),
-        u_head(tokens * u_stride),
-        x_stride(P + 8),  // so that the rows of a matrix lie in different banks
-        x_rows(round_up(window, 16) + tokens),
-        new_x_row(round_up(window, 16)),
-        b_new(round_up(window, 8) * kStride * 2),
-        c(b_new + tokens * kStride * 2),
-        query(c + tokens * kStride * 2),
-        query_scale(query + tokens * kQueryStride * 4),
-        g(round_up(query_scale + tokens * 4, 16)),
-        g_new(g + tokens * g_stride * 4),
-        delta(round_up(g_new + u_head * 4, 16)),
-        v(round_up(delta + heads * window * 4, 16)),
-        u(v + heads * v_stride * 4),
-        decay(u + heads * u_head * 4),
-        token_decay(round_up(decay + heads * 4, 16)),
-        x(round_up(token_decay + heads * u_stride * 4, 16)),
-        state(round_up(x + heads * x_rows * x_stride * 2, 128)),
-        folded(state + heads * round_up(chunk_bytes, 128)),
-        inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
-        warp_max(inverse + (folds ? kMaxStateDim * 4 : 0)),
-        state_bytes(round_up(chunk_bytes, 128)),
-        bytes(warp_max + (folds ? kWarps * 4 : 0)) {}
-};
-
 // ---- instructions --------------------------------------------------------------------------------------------------
 
 __device__ inline void request_16_bytes(void* target, const void* source) {
@@ -414,9 +414,9 @@ __device__ inline void request_checkpoint(const Stored* source, int P, uint4* fo
 // Folds h records into the head at `folded`, which holds what request_checkpoint brought, and stores the checkpoint. x:
 // record 0 of the head. As Slice::fold of step_mma.cu has it: the same records give the same bits.
 template <typename Stored, typename Staged>
-__device__ inline void fold_head(const StateOwner& owner, bool has_state, Stored* checkpoint, uint4* folded,
-                                 const Staged* x, int x_stride, const Staged* B, const float* weight, float decay,
-                                 int h, uint32_t mask) {
+__device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, Stored* checkpoint, uint4* folded,
+                                       const Staged* x, int x_stride, const Staged* B, const float* weight, float decay,
+                                       int h, uint32_t mask) {
   constexpr int kVec = Packed<Stored>::kVec, kBlocks = kMaxStateDim / (4 * kVec);
   constexpr bool kWide = sizeof(Stored) == 4;
   const int P = owner.problem.geometry.head_dim, slices = P / kSliceWidth;
@@ -544,7 +544,8 @@ struct CastScratch {
 // Casts the head at `folded` to a chunk of a read copy, in memory and as StateOperand reads it in shared memory. A
 // thread has a block of 16 columns of every 16th row.
 template <typename Format>
-__device__ inline void cast_head(const uint4* folded, int P, char* chunk, char* staged, const CastScratch& scratch) {
+__device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, char* staged,
+                                       const CastScratch& scratch) {
   constexpr int N = kMaxStateDim;
   const BlockChunk<Format> layout{P, N};
   const int tid = threadIdx.x, block = tid % (N / kBlock);
@@ -628,7 +629,7 @@ __device__ inline void cast_head(const uint4* folded, int P, char* chunk, char* 
 }
 
 template <>
-__device__ inline void cast_head<Fp8>(const uint4* folded, int P, char* chunk, char* staged, const CastScratch&) {
+__device__ __noinline__ void cast_head<Fp8>(const uint4* folded, int P, char* chunk, char* staged, const CastScratch&) {
   constexpr int N = kMaxStateDim;
   const Fp8Chunk layout{P, N};
   const int tid = threadIdx.x, block = tid % (N / kBlock);
@@ -661,7 +662,7 @@ __device__ inline void cast_head<Fp8>(const uint4* folded, int P, char* chunk, c
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 // Heads of one row: the task-th part of all heads or, if the CTA folds, the task-th head of the rows to flush.
-template <typename Format, typename Staged, bool kFolds>
+template <typename Format, typename Staged, bool kFolds, bool kSingle>
 __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t task, char* shared) {
   using State = StateOperand<Format>;
   const Problem& problem = params.scan.problem;
@@ -695,14 +696,14 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   }
   const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
   if (flagged && !params.scan.flushed && !kFolds) return;  // a CTA that folds has it
-  const int T = row.count;
+  const int T = kSingle ? 1 : row.count;
   const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
   const int history = kFolds ? 0 : h;                              // that outputs see
   const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
   const bool has_head = group_head + k < params.heads_per_group;
   const int head = state_group * params.heads_per_group + group_head + k;
 
-  const ReadShared layout(P, window, args.max_count, kWarps >> team_bits, State::bytes(P), kFolds);
+  const ReadShared& layout = kFolds ? params.folding : params.stepping;
   auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
   Staged* const B = reinterpret_cast<Staged*>(shared);
   Staged* const new_B = reinterpret_cast<Staged*>(shared + layout.b_new);
@@ -1017,17 +1018,18 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   }
 }
 
-template <typename Format, typename Staged>
+// kSingle: rows have one token at most. That changes no bit: the same operations, but for the loops around them.
+template <typename Format, typename Staged, bool kSingle>
 __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   if (blockIdx.x >= params.flush_ctas) {
-    step_heads<Format, Staged, false>(params, blockIdx.x - params.flush_ctas, shared);
+    step_heads<Format, Staged, false, kSingle>(params, blockIdx.x - params.flush_ctas, shared);
     return;
   }
   const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
 #pragma unroll 1
   for (uint32_t task = blockIdx.x; task < header->num_flush * params.heads.divisor; task += params.flush_ctas) {
-    step_heads<Format, Staged, true>(params, task, shared);
+    step_heads<Format, Staged, true, kSingle>(params, task, shared);
     __syncthreads();  // before the next head is staged
   }
 }
@@ -1037,8 +1039,11 @@ __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_con
 using ReadKernel = void(ReadParams);
 
 template <typename Format>
-ReadKernel* choose_read(int activation) {
-  return activation == REPLAYSSM_BF16 ? step_read_kernel<Format, __nv_bfloat16> : step_read_kernel<Format, __half>;
+ReadKernel* choose_read(int activation, bool single) {
+  if (activation == REPLAYSSM_BF16) {
+    return single ? step_read_kernel<Format, __nv_bfloat16, true> : step_read_kernel<Format, __nv_bfloat16, false>;
+  }
+  return single ? step_read_kernel<Format, __half, true> : step_read_kernel<Format, __half, false>;
 }
 
 // Calls f with a value of the format that steps read: of the read copy, if there is one.
@@ -1058,11 +1063,11 @@ constexpr int64_t kEnoughCtas = 512;
 // CTAs that fold, of a grid that has more than those.
 constexpr int kFlushCtas = 264;
 
-int shared_bytes(const Problem& problem, int tokens, int heads, bool folds) {
+ReadShared lay_out(const Problem& problem, int tokens, int heads, bool folds) {
   const int P = problem.geometry.head_dim;
   const int chunk =
       with_quantised(problem.config, [P](auto format) { return StateOperand<decltype(format)>::bytes(P); });
-  return ReadShared(P, problem.config.window, tokens, heads, chunk, folds).bytes;
+  return ReadShared(P, problem.config.window, tokens, heads, chunk, folds);
 }
 
 }  // namespace
@@ -1070,7 +1075,7 @@ int shared_bytes(const Problem& problem, int tokens, int heads, bool folds) {
 bool has_step_read(const Problem& problem) {
   const bool plain = problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
   return has_mma_fold(problem) && (problem.read_copy_head_bytes > 0 || !plain) &&
-         shared_bytes(problem, problem.config.max_step_tokens, 1, plain) <= kSharedLimit;
+         lay_out(problem, problem.config.max_step_tokens, 1, plain).bytes <= kSharedLimit;
 }
 
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {
@@ -1089,19 +1094,19 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.x_parts = Quotient(g.head_dim / 8);
   params.tf32_mask = kTf32Mask;
   int64_t ctas = 0;
-  int shared = 0;
   for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
     const int heads = kWarps >> bits, chunks = (params.heads_per_group + heads - 1) / heads;
     params.team_bits = bits;
     params.chunks = Quotient(chunks);
     params.ctas = Quotient(g.num_groups * chunks);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
-    shared = shared_bytes(problem, scan.args.max_count, heads, false);
-    if (shared <= kSharedLimit && ctas >= kEnoughCtas && heads <= params.heads_per_group) break;
+    params.stepping = lay_out(problem, scan.args.max_count, heads, false);
+    if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && heads <= params.heads_per_group) break;
   }
-  if (folds) shared = std::max(shared, shared_bytes(problem, scan.args.max_count, 1, true));
+  params.folding = lay_out(problem, scan.args.max_count, 1, folds);
+  const int shared = std::max(params.stepping.bytes, params.folding.bytes);
   return with_quantised(problem.config, [&](auto format) {
-    return launch("step", choose_read<decltype(format)>(problem.config.activation),
+    return launch("step", choose_read<decltype(format)>(problem.config.activation, scan.args.max_count == 1),
                   row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, kThreads, shared, exec, params);
   });
 }
@@ -1111,14 +1116,16 @@ cudaError_t load_step_read_kernels() {
   for (int read_copy :
        {REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4, REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      config.read_copy = read_copy;
-      ReadKernel* const kernel =
-          with_quantised(config, [&](auto format) { return choose_read<decltype(format)>(activation); });
-      cudaError_t error = load_kernel(kernel);
-      if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+      for (bool single : {false, true}) {
+        config.read_copy = read_copy;
+        ReadKernel* const kernel =
+            with_quantised(config, [&](auto format) { return choose_read<decltype(format)>(activation, single); });
+        cudaError_t error = load_kernel(kernel);
+        if (error == cudaSuccess) {
+          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+        }
+        if (error != cudaSuccess) return error;
       }
-      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;
