@@ -95,6 +95,15 @@ __device__ inline uint32_t pack_e4m3(const float (&value)[4]) {
 #endif
 }
 
+// The code of a value, as Format::code has it, without branches.
+template <typename Format>
+__device__ inline uint32_t code_of(float value) {
+  // Times 2^-126 the bits of a code's magnitude are the code. Adding 0 turns -0 into 0.
+  const float magnitude = mul_rn(nearest<Format>(bits_float(magnitude_bits(value))), 0x1p-126f);
+  return float_bits(add_rn(value, 0.0f)) >> 31 << (2 + Format::kMantissaBits) |
+         float_bits(magnitude) >> (23 - Format::kMantissaBits);
+}
+
 // 16 bits.
 __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
 #ifdef REPLAYSSM_CVT_E2M1
@@ -107,8 +116,8 @@ __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
         "f"(add_rn(value[3], 0.0f)));
   return codes;
 #else
-  return float_to_e2m1(value[0]) | float_to_e2m1(value[1]) << 4 | float_to_e2m1(value[2]) << 8 |
-         float_to_e2m1(value[3]) << 12;
+  return code_of<Nvfp4>(value[0]) | code_of<Nvfp4>(value[1]) << 4 | code_of<Nvfp4>(value[2]) << 8 |
+         code_of<Nvfp4>(value[3]) << 12;
 #endif
 }
 
@@ -117,7 +126,7 @@ __device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
   uint32_t upper = 0, low = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t code = float_to_e2m2(value[i]);
+    const uint32_t code = code_of<E2m2>(value[i]);
     upper |= code >> 1 << 4 * i;
     low |= (code & 1u) << i;
   }

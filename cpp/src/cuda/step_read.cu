@@ -100,7 +100,8 @@ struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
   int heads_per_group, slices;  // slices a head
-  int team_bits;                // 1 << team_bits warps work on a head
+  int team_bits;                // 1 << team_bits warps work on a head,
+  int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
   Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
@@ -325,15 +326,14 @@ struct WeightOperand {
   }
 };
 
-// y += x times weights. x: the slice in the first of the 16 records.
+// y += x times weights of 16 records. x: the lane's row of a matrix of 8 by 8: of record lane / 16 * 8 + lane % 8, the
+// slice's columns from lane / 8 % 2 * 8 on.
 template <typename Staged>
-__device__ inline void add_history(const Staged* x, int x_stride, const WeightOperand& weights, int lane,
-                                   float (&y)[4]) {
-  const Staged* const source = x + (lane / 16 * 8 + lane % 8) * x_stride + lane / 8 % 2 * 8;
+__device__ inline void add_history(const Staged* x, const WeightOperand& weights, float (&y)[4]) {
   uint32_t a[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(source)))
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(x)))
                : "memory");
   uint32_t rest[4];
   if constexpr (std::is_same_v<Staged, __half>) {
@@ -481,15 +481,16 @@ class Divisor {
     for (int i = 0; i < kBlock; ++i) least = min(least, magnitude_bits(value[i]) - 1u);
     // Where the remainders below are exact, the last step rounds as division does. (A zero may change its sign.)
     const bool exact = divisor_ > 0x1p-40f && divisor_ < 0x1p40f && least >= float_bits(0x1p-80f);
+    if (exact) {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      if (exact) {
+      for (int i = 0; i < kBlock; ++i) {
         float quotient = mul_rn(value[i], inverse_);
         quotient = fmaf(fmaf(-divisor_, quotient, value[i]), inverse_, quotient);
         value[i] = fmaf(fmaf(-divisor_, quotient, value[i]), inverse_, quotient);
-      } else {
-        value[i] = divide(value[i], divisor_);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) value[i] = divide(value[i], divisor_);
     }
   }
 
@@ -513,16 +514,23 @@ __device__ inline uint32_t amax_of_block(const float (&value)[kBlock]) {
   return amax;
 }
 
+// 1 / scale, of an E4M3 number above 0 (or 0): the approximation is within one place, from where one step of Newton's
+// method gives the rounded result for all the eight significands.
+__device__ inline float inverse_of_e4m3(float scale) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+  return scale > 0.0f ? fmaf(inverse, fmaf(-scale, inverse, 1.0f), inverse) : 0.0f;
+}
+
 template <typename Format>
 __device__ inline uint8_t best_block_scale(const float (&u)[kBlock], float head_scale, int candidates) {
   const uint32_t amax = amax_of_block(u);
   uint8_t best = 0;
   float least = 0.0f;
-#pragma unroll
-  for (int candidate = 0; candidate < kCandidates; ++candidate) {
-    if (candidate >= candidates) break;
+#pragma unroll 1
+  for (int candidate = 0; candidate < candidates; ++candidate) {
     const uint8_t code = searched_scale<Format>(amax, head_scale, candidate);
-    const float scale = e4m3_to_float(code), inverse = inverse_of(scale);
+    const float scale = e4m3_to_float(code), inverse = inverse_of_e4m3(scale);
     float sum[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -605,7 +613,7 @@ __device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, 
         }
       }
       block_scale = best_block_scale<Format>(value, head_scale, candidates_of(head_amax));
-      const float inverse = inverse_of(e4m3_to_float(block_scale));
+      const float inverse = inverse_of_e4m3(e4m3_to_float(block_scale));
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) value[i] = mul_rn(value[i], inverse);
     }
@@ -673,20 +681,22 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int tid = threadIdx.x, lane = tid % 32, g = lane / 4, t = lane % 4;
   const int team_bits = kFolds ? kMaxTeamBits : params.team_bits;
-  const int k = warp >> team_bits, member = warp & ((1 << team_bits) - 1);  // the warp's head of the CTA's
+  const int team = warp >> team_bits, member = warp & ((1 << team_bits) - 1);
   const int team_lane = member * 32 + lane, team_lanes = 32 << team_bits;
 
-  int row_index, state_group, group_head;  // of the CTA's first head
+  int row_index, state_group, group_head, heads;  // the CTA's first head, and how many
   if (kFolds) {
     const uint32_t index = params.heads(task), head = task - index * params.heads.divisor;
     row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
     state_group = params.group_heads(head);
     group_head = head - state_group * params.heads_per_group;
+    heads = 1;
   } else {
     row_index = params.ctas(task);
     const uint32_t rest = task - row_index * params.ctas.divisor;
     state_group = params.chunks(rest);
-    group_head = (rest - state_group * params.chunks.divisor) * (kWarps >> team_bits);
+    group_head = (rest - state_group * params.chunks.divisor) * params.cta_heads;
+    heads = min(params.cta_heads, params.heads_per_group - group_head);
   }
   const replayssm_plan_row row = params.scan.planned[row_index];
   if (!admit(row, row_index, args.num_tokens, args.max_count, window, false, params.scan.error,
@@ -700,8 +710,6 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
   const int history = kFolds ? 0 : h;                              // that outputs see
   const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
-  const bool has_head = group_head + k < params.heads_per_group;
-  const int head = state_group * params.heads_per_group + group_head + k;
 
   const ReadShared& layout = kFolds ? params.folding : params.stepping;
   auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
@@ -713,15 +721,16 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   float* const products = floats_at(layout.g);                                 // C^T B of the history, [tokens][h]
   float* const new_products = floats_at(layout.g_new);                         // B^T C of the tokens, [tokens][tokens]
   // Of the warp's head:
-  float* const delta = floats_at(layout.delta) + k * window;
-  float* const v = floats_at(layout.v) + k * layout.v_stride;
-  float* const u = floats_at(layout.u) + k * layout.u_head;  // [tokens][tokens]
-  float* const decay = floats_at(layout.decay) + k;
-  float* const token_decays = floats_at(layout.token_decay) + k * layout.u_stride;
-  Staged* const x = reinterpret_cast<Staged*>(shared + layout.x) + k * layout.x_rows * layout.x_stride;
-  char* const state = shared + layout.state + k * layout.state_bytes;
+  float* const delta = floats_at(layout.delta) + team * window;
+  float* const v = floats_at(layout.v) + team * layout.v_stride;
+  float* const u = floats_at(layout.u) + team * layout.u_head;  // [tokens][tokens]
+  float* const decay = floats_at(layout.decay) + team;
+  float* const token_decays = floats_at(layout.token_decay) + team * layout.u_stride;
+  Staged* const x = reinterpret_cast<Staged*>(shared + layout.x) + team * layout.x_rows * layout.x_stride;
+  char* const state = shared + layout.state + team * layout.state_bytes;
+  uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
 
-  // 1. All that the CTA reads: first what weights and products take, then x and the state.
+  // 1. What products take, asked for first.
   const int64_t first_token = row.first_token;
   Staged* const b_ring =
       reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + state_group * R * N;
@@ -744,277 +753,296 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
                       state_group * args.C.stride[1] + part_column,
                   params.scan.c_aligned);
   }
-  float* const delta_ring = reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + head * R;
-  uint32_t dt_bits = 0, bias_bits = 0, rate_bits = 0, skip_bits = 0;
-  const bool weighs = has_head && member == 0, has_token = weighs && lane < T;
-  if (weighs) {
-#pragma unroll 1
-    for (int i = lane; i < h; i += 32) {
-      int position = row.ring_row - 1 - i;
-      if (position < 0) position += R;
-      request_4_bytes(delta + i, delta_ring + position);
-    }
-    if (has_token) {
-      dt_bits =
-          load_bits(args.dt.data, args.dt.dtype, (first_token + lane) * args.dt.stride[0] + head * args.dt.stride[1]);
-    }
-    if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
-    if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, head);
-    rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
-  }
-  close_group();
-
-  char* const checkpoint = section_of(params.scan.layer.checkpoint, row.slot) + head * problem.checkpoint_head_bytes;
-  char* const copy = section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
-  uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-  const int x_row = params.x_parts(team_lane), x_column = (team_lane - x_row * params.x_parts.divisor) * 8;
-  const int x_rows_at_once = params.x_parts(team_lanes);
-  Staged* const x_ring =
-      reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * R * P + x_column;
-  const bool moves_x = has_head && x_row < x_rows_at_once;
-  if constexpr (kFolds) {
-    if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-      request_checkpoint(reinterpret_cast<const float*>(checkpoint), P, folded);
-    } else if (stored_before) {
-      request_checkpoint(reinterpret_cast<const __half*>(checkpoint), P, folded);
-    }
-  } else if (stored_before && has_head) {
-    const char* source = (problem.read_copy_head_bytes > 0 ? copy : checkpoint) + team_lane * 16;
-    char* target = state + (team_lane ^ team_lane / 8 % 2 * State::kSwap) * 16;
-    int left = State::bytes(P) - team_lane * 16;
-    if constexpr (State::kSwap != 0) {  // what follows the codes lies as it is
-      left -= P * 4;
-      for (int i = team_lane; i < P / 4; i += team_lanes) {
-        request_16_bytes(state + P * N + i * 16, source + P * N + (i - team_lane) * 16);
-      }
-    }
-#pragma unroll 4
-    for (; left > 0; left -= team_lanes * 16) {
-      request_16_bytes(target, source);
-      source += team_lanes * 16, target += team_lanes * 16;
-    }
-  }
-  if (moves_x) {
-    Staged* target = x + x_row * layout.x_stride + x_column;
-    int position = row.ring_row - 1 - x_row, i = x_row;
-#pragma unroll 1
-    for (; i < h; i += x_rows_at_once) {
-      if (position < 0) position += R;
-      request_16_bytes(target, x_ring + position * P);
-      target += x_rows_at_once * layout.x_stride, position -= x_rows_at_once;
-    }
-#pragma unroll 1
-    for (; i < round_up(h, 16); i += x_rows_at_once) {
-      *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-      target += x_rows_at_once * layout.x_stride;
-    }
-#pragma unroll 1
-    for (int s = x_row; s < T; s += x_rows_at_once) {
-      request_input(x + (layout.new_x_row + s) * layout.x_stride + x_column,
-                    static_cast<const Staged*>(args.x.data) + (first_token + s) * args.x.stride[0] +
-                        head * args.x.stride[1] + x_column,
-                    params.scan.x_aligned);
-    }
-  }
   close_group();
   if (kFolds && part_row < round_up(h, 8) - h) {
     *reinterpret_cast<uint4*>(B + (h + part_row) * kStride + part_column) = make_uint4(0, 0, 0, 0);
   }
-  float step = 0.0f;
-  if (has_token) {
-    step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
-                            args.dt_min, args.dt_max);
-    delta_ring[ring_position(row.ring_row, lane, R)] = step;
-  }
-  const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-  await_groups<1>();
-  __syncthreads();
 
-  // 2. The CTA of the group's first heads appends B to the ring. C in FP16. B^T C, 16 records by 8 tokens at a time;
-  // rows and columns beyond the last repeat it. The weights of the history.
-  if (group_head == 0) {
-#pragma unroll 1
-    for (int s = part_row; s < T; s += kRowsAtOnce) {
-      *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
-          *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
-    }
-  }
-#pragma unroll 1
-  for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
-    const Staged* const token = C + s * kStride;
-    float value[4];
-    load_shared<4>(token + lane * 4, value);
-    uint32_t amax = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
-    // 2^14 for the largest value; below 2^-100 the scale stays.
-    const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
-    const float scale = bits_float((268 - exponent) << 23);
-    if (lane == 0) query_scale[s] = bits_float((exponent - 14) << 23) * State::kUnit;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
-      query[s * kQueryStride + index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
-          static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
-    }
-  }
-  const int history_tiles = (history + 15) / 16;
-#pragma unroll 1
-  for (int tile = warp; tile < history_tiles + 1; tile += kWarps) {
-    const bool is_new = tile == history_tiles;
-    const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-    const Staged* const records = is_new ? new_B : B;
-#pragma unroll 1
-    for (int token = 0; token < T; token += kTile) {
-      const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-      const uint4* const lower = reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
-      const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
-      float sum[2][4] = {};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-        multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-        multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
-        const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
-        if (s >= T) continue;
-        if (!is_new) {
-          products[s * layout.g_stride + record] = product;
-        } else if (record < T) {
-          new_products[record * layout.u_stride + s] = product;
-        }
-      }
-    }
-  }
-  if (weighs) {
-    const float total = weigh_history(delta, rate, h, lane, v);
-    if (lane == 0) *decay = total;
-  }
-  __syncthreads();
-
-  // 3. The weights of new tokens. What came for the head is complete.
-  if (weighs) {
-    const float log_decay = __fmul_rn(rate, step);
-    const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
-    const float skip = bits_to_float(skip_bits, args.D.dtype);
-    if (lane < T) token_decays[lane] = token_decay;
-    float exponent = 0.0f;
-#pragma unroll 1
-    for (int back = 0; back < T; ++back) {
-      const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
-      if (lane >= back && lane < T) {
-        const int entry = (lane - back) * layout.u_stride + lane;
-        u[entry] = fmaf(__fmul_rn(step_r, expf(exponent)), new_products[entry], back == 0 ? skip : 0.0f);
-        exponent = __fadd_rn(exponent, log_decay_r);
-      }
-    }
-  }
-  await_groups<0>();
-  if (team_bits == 0) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
+  const int x_row = params.x_parts(team_lane), x_column = (team_lane - x_row * params.x_parts.divisor) * 8;
+  const int x_rows_at_once = params.x_parts(team_lanes);
+  const bool moves_x = x_row < x_rows_at_once;
+  Staged* const lane_x = x + x_row * layout.x_stride + x_column;  // what the lane stages
   if (moves_x) {
 #pragma unroll 1
-    for (int s = x_row; s < T; s += x_rows_at_once) {
-      *reinterpret_cast<uint4*>(x_ring + ring_position(row.ring_row, s, R) * P) =
-          *reinterpret_cast<const uint4*>(x + (layout.new_x_row + s) * layout.x_stride + x_column);
+    for (int i = x_row; i < round_up(h, 16); i += x_rows_at_once) {
+      if (i >= h) *reinterpret_cast<uint4*>(x + i * layout.x_stride + x_column) = make_uint4(0, 0, 0, 0);
     }
   }
-  if constexpr (kFolds) {
-    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-    auto fold_as = [&](auto stored) {
-      fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint), folded, x, layout.x_stride, B, v,
-                *decay, h, params.tf32_mask);
-    };
-    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-      fold_as(float());
-    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
-      fold_as(__nv_bfloat16());
+  auto wait_for_team = [&] {
+    if (team_bits == 0) {
+      __syncwarp();
     } else {
-      fold_as(__half());
+      __syncthreads();
     }
-    __syncthreads();
-    const CastScratch scratch{floats_at(layout.inverse), reinterpret_cast<uint32_t*>(shared + layout.warp_max)};
-    cast_head<Format>(folded, P, copy, state, scratch);
-    __syncthreads();
-  }
+  };
 
-  // 4. Slice after slice.
-  if (has_head) {
-    const char* const columns = state + State::bytes(P) - 16 - N;  // before the head's scale
-    const bool reads = stored_before || kFolds, whole = T <= kTile;
-    QueryOperand<Format> operand;
-    WeightOperand weights[2];  // of 32 records; those of more are formed slice by slice
-    const float* const lane_weights = v + 2 * t;
-    const float* lane_products = products + min(g, T - 1) * layout.g_stride + 2 * t;
-    if (whole) {
-      if (reads) operand.load(query + min(g, T - 1) * kQueryStride, columns, t);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i < history_tiles) weights[i].load(lane_weights + 16 * i, lane_products + 16 * i);
+#pragma unroll 1
+  for (int k = team;; k += kWarps >> team_bits) {  // a head, if k < heads
+    const bool first_round = k == team, has_head = k < heads;
+    const int head = state_group * params.heads_per_group + group_head + k;
+    Staged* const x_ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * R * P + x_column;
+    float* const delta_ring = reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + head * R;
+    char* const checkpoint = section_of(params.scan.layer.checkpoint, row.slot) + head * problem.checkpoint_head_bytes;
+    char* const copy = section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
+    const bool weighs = has_head && member == 0, has_token = weighs && lane < T;
+
+    // 2. What the head takes.
+    uint32_t dt_bits = 0, bias_bits = 0, rate_bits = 0, skip_bits = 0;
+    if (weighs) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        int position = row.ring_row - 1 - i;
+        if (position < 0) position += R;
+        request_4_bytes(delta + i, delta_ring + position);
+      }
+      if (has_token) {
+        dt_bits =
+            load_bits(args.dt.data, args.dt.dtype, (first_token + lane) * args.dt.stride[0] + head * args.dt.stride[1]);
+      }
+      if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
+      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, head);
+      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
+    }
+    if constexpr (kFolds) {
+      if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+        request_checkpoint(reinterpret_cast<const float*>(checkpoint), P, folded);
+      } else if (stored_before) {
+        request_checkpoint(reinterpret_cast<const __half*>(checkpoint), P, folded);
+      }
+    } else if (stored_before && has_head) {
+      const char* source = (problem.read_copy_head_bytes > 0 ? copy : checkpoint) + team_lane * 16;
+      char* target = state + (team_lane ^ team_lane / 8 % 2 * State::kSwap) * 16;
+      int left = State::bytes(P) - team_lane * 16;
+      if constexpr (State::kSwap != 0) {  // what follows the codes lies as it is
+        left -= P * 4;
+        for (int i = team_lane; i < P / 4; i += team_lanes) {
+          request_16_bytes(state + P * N + i * 16, source + P * N + (i - team_lane) * 16);
+        }
+      }
+#pragma unroll 4
+      for (; left > 0; left -= team_lanes * 16) {
+        request_16_bytes(target, source);
+        source += team_lanes * 16, target += team_lanes * 16;
       }
     }
-    const float scale = reads ? State::head_scale(state, P) * (kFolds ? 1.0f : *decay) : 0.0f;
-    Staged* const out =
-        static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] + g;
+    if (moves_x && has_head) {
+      Staged* target = lane_x;
+      int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
-    for (int slice = member; slice < params.slices; slice += 1 << team_bits) {
-      const Staged* const slice_x = x + slice * kSliceWidth;
-      const Staged* const new_x = slice_x + layout.new_x_row * layout.x_stride + g;
+      for (int i = x_row; i < h; i += x_rows_at_once) {
+        if (position < 0) position += R;
+        request_16_bytes(target, x_ring + position * P);
+        target += x_rows_at_once * layout.x_stride, position -= x_rows_at_once;
+      }
 #pragma unroll 1
-      for (int first = 0; first < T; first += kTile) {
-        const int s = first + 2 * t;
-        float y[4] = {};
-        if (!whole) lane_products = products + min(first + g, T - 1) * layout.g_stride + 2 * t;
-        if (reads) {
-          if (!whole) operand.load(query + min(first + g, T - 1) * kQueryStride, columns, t);
-          float other[4] = {};
-          multiply_from<0>(State(state, P, slice, lane), operand, y, other);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] = __fadd_rn(y[i], other[i]) * scale;
-          State::scale_rows(state, P, slice, g, y);
-          const float scale0 = query_scale[min(s, T - 1)], scale1 = query_scale[min(s + 1, T - 1)];
-          y[0] *= scale0, y[1] *= scale1, y[2] *= scale0, y[3] *= scale1;
-        }
-        if (whole) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (i < history_tiles)
-              add_history(slice_x + 16 * i * layout.x_stride, layout.x_stride, weights[i], lane, y);
-          }
-        }
-#pragma unroll 1
-        for (int i = whole ? 2 : 0; i < history_tiles; ++i) {
-          WeightOperand of_tile;
-          of_tile.load(lane_weights + 16 * i, lane_products + 16 * i);
-          add_history(slice_x + 16 * i * layout.x_stride, layout.x_stride, of_tile, lane, y);
-        }
+      for (int s = x_row; s < T; s += x_rows_at_once) {
+        request_input(x + (layout.new_x_row + s) * layout.x_stride + x_column,
+                      static_cast<const Staged*>(args.x.data) + (first_token + s) * args.x.stride[0] +
+                          head * args.x.stride[1] + x_column,
+                      params.scan.x_aligned);
+      }
+    }
+    close_group();
 
-        const float2 since = *reinterpret_cast<const float2*>(token_decays + s);
-        y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-        const float* const new_weights = u + s;
+    // 3. Once for all heads. The CTA of the group's first heads appends B to the ring. C in FP16. B^T C, 16 records by
+    // 8 tokens at a time; rows and columns beyond the last repeat it.
+    if (first_round) {
+      await_groups<1>();
+      __syncthreads();
+      if (group_head == 0) {
 #pragma unroll 1
-        for (int r = 0; r < min(first + kTile, T); ++r) {
-          const float upper = static_cast<float>(new_x[r * layout.x_stride]);
-          const float lower = static_cast<float>(new_x[r * layout.x_stride + 8]);
-          const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.u_stride);
-          if (r <= s) y[0] = fmaf(weight.x, upper, y[0]), y[2] = fmaf(weight.x, lower, y[2]);
-          if (r <= s + 1) y[1] = fmaf(weight.y, upper, y[1]), y[3] = fmaf(weight.y, lower, y[3]);
+        for (int s = part_row; s < T; s += kRowsAtOnce) {
+          *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
+              *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
         }
+      }
+#pragma unroll 1
+      for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
+        const Staged* const token = C + s * kStride;
+        float value[4];
+        load_shared<4>(token + lane * 4, value);
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
+        // 2^14 for the largest value; below 2^-100 the scale stays.
+        const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
+        const float scale = bits_float((268 - exponent) << 23);
+        if (lane == 0) query_scale[s] = bits_float((exponent - 14) << 23) * State::kUnit;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (s + i >= T) continue;
-          Staged* const target = out + (s + i) * args.out.stride[0] + slice * kSliceWidth;
-          store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
-          store_scalar(target, kDtypeOf<Staged>, 8, y[2 + i]);
+          const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
+          query[s * kQueryStride + index / 4 * 16 + owner * 4 + index % 4] =
+              pack_pair<__half>(static_cast<float>(token[column]) * scale,
+                                static_cast<float>(token[column + State::kColumnStep]) * scale);
+        }
+      }
+      const int tiles = (history + 15) / 16;
+#pragma unroll 1
+      for (int tile = warp; tile < tiles + 1; tile += kWarps) {
+        const bool is_new = tile == tiles;
+        const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
+        const Staged* const records = is_new ? new_B : B;
+#pragma unroll 1
+        for (int token = 0; token < T; token += kTile) {
+          const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
+          const uint4* const lower =
+              reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
+          const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
+          float sum[2][4] = {};
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
+            multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+            multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
+            const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
+            if (s >= T) continue;
+            if (!is_new) {
+              products[s * layout.g_stride + record] = product;
+            } else if (record < T) {
+              new_products[record * layout.u_stride + s] = product;
+            }
+          }
+        }
+      }
+      __syncthreads();
+    }
+
+    // 4. The weights of the head's records and tokens.
+    float step = 0.0f;
+    if (has_token) {
+      step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
+                              args.dt_min, args.dt_max);
+      delta_ring[ring_position(row.ring_row, lane, R)] = step;
+    }
+    await_groups<0>();
+    wait_for_team();
+    if (weighs) {
+      const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+      const float total = weigh_history(delta, rate, h, lane, v);
+      if (lane == 0) *decay = total;
+      const float log_decay = __fmul_rn(rate, step);
+      const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
+      const float skip = bits_to_float(skip_bits, args.D.dtype);
+      if (lane < T) token_decays[lane] = token_decay;
+      float exponent = 0.0f;
+#pragma unroll 1
+      for (int back = 0; back < T; ++back) {
+        const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
+        if (lane >= back && lane < T) {
+          const int entry = (lane - back) * layout.u_stride + lane;
+          u[entry] = fmaf(__fmul_rn(step_r, expf(exponent)), new_products[entry], back == 0 ? skip : 0.0f);
+          exponent = __fadd_rn(exponent, log_decay_r);
         }
       }
     }
+    if (moves_x && has_head) {
+#pragma unroll 1
+      for (int s = x_row; s < T; s += x_rows_at_once) {
+        *reinterpret_cast<uint4*>(x_ring + ring_position(row.ring_row, s, R) * P) =
+            *reinterpret_cast<const uint4*>(x + (layout.new_x_row + s) * layout.x_stride + x_column);
+      }
+    }
+    wait_for_team();
+    if constexpr (kFolds) {
+      const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+      auto fold_as = [&](auto stored) {
+        fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint), folded, x, layout.x_stride, B,
+                  v, *decay, h, params.tf32_mask);
+      };
+      if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+        fold_as(float());
+      } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
+        fold_as(__nv_bfloat16());
+      } else {
+        fold_as(__half());
+      }
+      __syncthreads();
+      const CastScratch scratch{floats_at(layout.inverse), reinterpret_cast<uint32_t*>(shared + layout.warp_max)};
+      cast_head<Format>(folded, P, copy, state, scratch);
+      __syncthreads();
+    }
+
+    // 5. Slice after slice.
+    if (has_head) {
+      const int history_tiles = (history + 15) / 16;
+      const char* const columns = state + State::bytes(P) - 16 - N;  // before the head's scale
+      const bool reads = stored_before || kFolds, whole = T <= kTile;
+      QueryOperand<Format> operand;
+      WeightOperand weights[2];  // of 32 records; those of more are formed slice by slice
+      const float* const lane_weights = v + 2 * t;
+      const float* lane_products = products + (kSingle ? 0 : min(g, T - 1)) * layout.g_stride + 2 * t;
+      if (whole) {
+        if (reads) operand.load(query + (kSingle ? 0 : min(g, T - 1)) * kQueryStride, columns, t);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i < history_tiles) weights[i].load(lane_weights + 16 * i, lane_products + 16 * i);
+        }
+      }
+      const float scale = reads ? State::head_scale(state, P) * (kFolds ? 1.0f : *decay) : 0.0f;
+      Staged* const out =
+          static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] + g;
+      const Staged* const history_x = x + (lane / 16 * 8 + lane % 8) * layout.x_stride + lane / 8 % 2 * 8;
+#pragma unroll 1
+      for (int slice = member; slice < params.slices; slice += 1 << team_bits) {
+        const Staged* const slice_x = history_x + slice * kSliceWidth;
+        const Staged* const new_x = x + layout.new_x_row * layout.x_stride + slice * kSliceWidth + g;
+#pragma unroll 1
+        for (int first = 0; first < T; first += kTile) {
+          const int s =
+              kSingle ? 0 : first + 2 * t;  // of a single token only the lanes of t = 0 have it; all compute it
+          float y[4] = {};
+          if (!whole) lane_products = products + min(first + g, T - 1) * layout.g_stride + 2 * t;
+          if (reads) {
+            if (!whole) operand.load(query + min(first + g, T - 1) * kQueryStride, columns, t);
+            float other[4] = {};
+            multiply_from<0>(State(state, P, slice, lane), operand, y, other);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[i] = __fadd_rn(y[i], other[i]) * scale;
+            State::scale_rows(state, P, slice, g, y);
+            const float scale0 = query_scale[min(s, T - 1)], scale1 = query_scale[min(s + 1, T - 1)];
+            y[0] *= scale0, y[1] *= scale1, y[2] *= scale0, y[3] *= scale1;
+          }
+          if (whole) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (i < history_tiles) add_history(slice_x + 16 * i * layout.x_stride, weights[i], y);
+            }
+          }
+#pragma unroll 1
+          for (int i = whole ? 2 : 0; i < history_tiles; ++i) {
+            WeightOperand of_tile;
+            of_tile.load(lane_weights + 16 * i, lane_products + 16 * i);
+            add_history(slice_x + 16 * i * layout.x_stride, of_tile, y);
+          }
+
+          const float2 since = *reinterpret_cast<const float2*>(token_decays + s);
+          y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
+          const float* const new_weights = u + s;
+#pragma unroll 1
+          for (int r = 0; r < min(first + kTile, T); ++r) {
+            const float upper = static_cast<float>(new_x[r * layout.x_stride]);
+            const float lower = static_cast<float>(new_x[r * layout.x_stride + 8]);
+            const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.u_stride);
+            if (r <= s) y[0] = fmaf(weight.x, upper, y[0]), y[2] = fmaf(weight.x, lower, y[2]);
+            if (r <= s + 1) y[1] = fmaf(weight.y, upper, y[1]), y[3] = fmaf(weight.y, lower, y[3]);
+          }
+#pragma unroll
+          for (int i = 0; i < (kSingle ? 1 : 2); ++i) {
+            if (kSingle ? t > 0 : s + i >= T) continue;
+            Staged* const target = out + (s + i) * args.out.stride[0] + slice * kSliceWidth;
+            store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
+            store_scalar(target, kDtypeOf<Staged>, 8, y[2 + i]);
+          }
+        }
+      }
+    }
+    if (kFolds || k + (kWarps >> team_bits) >= heads) break;
+    __syncwarp();  // before the next head is staged. More rounds have teams of one warp only.
   }
 }
 
@@ -1060,6 +1088,8 @@ auto with_quantised(const replayssm_config& config, F&& f) {
 
 // A head has more than one warp where that many CTAs are few.
 constexpr int64_t kEnoughCtas = 512;
+// A CTA takes more heads than it has warps only as long as that leaves kManyCtas.
+constexpr int64_t kManyCtas = 4096;
 // CTAs that fold, of a grid that has more than those.
 constexpr int kFlushCtas = 264;
 
@@ -1094,14 +1124,23 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.x_parts = Quotient(g.head_dim / 8);
   params.tf32_mask = kTf32Mask;
   int64_t ctas = 0;
-  for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
-    const int heads = kWarps >> bits, chunks = (params.heads_per_group + heads - 1) / heads;
+  auto share = [&](int heads, int bits) {
+    const int chunks = (params.heads_per_group + heads - 1) / heads;
     params.team_bits = bits;
+    params.cta_heads = heads;
     params.chunks = Quotient(chunks);
     params.ctas = Quotient(g.num_groups * chunks);
+    params.stepping = lay_out(problem, scan.args.max_count, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
-    params.stepping = lay_out(problem, scan.args.max_count, heads, false);
-    if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && heads <= params.heads_per_group) break;
+  };
+  for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
+    share(kWarps >> bits, bits);
+    if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && params.cta_heads <= params.heads_per_group) {
+      break;
+    }
+  }
+  while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && ctas >= 2 * kManyCtas) {
+    share(2 * params.cta_heads, 0);
   }
   params.folding = lay_out(problem, scan.args.max_count, 1, folds);
   const int shared = std::max(params.stepping.bytes, params.folding.bytes);
