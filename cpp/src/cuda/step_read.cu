@@ -62,9 +62,10 @@ struct ReadShared {
   int g_stride, v_stride, u_stride, u_head, x_stride;  // of a token of B^T C; of a head of v; of a new token and a head
                                                        // of u; of a record of x
   int x_rows, new_x_row;                               // of a head; where new tokens begin
-  int b_new, c, query, query_scale, g, g_new;          // B of the history is at 0
-  int delta, v, u, decay, token_decay, x, state;       // of each head
-  int folded, inverse, warp_max;                       // of CTAs that fold: [P][N], [N], [kWarps]
+  int b_new, c, query, zeros, query_scale, g, g_new;   // B of the history is at 0
+  int delta, v, u, decay, token_decay, x;              // of each head
+  int end, state;                 // of what else there is; of each head. The copy that is cast takes the place of B
+  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [N], [kWarps]
   int state_bytes, bytes;
 
   ReadShared() = default;
@@ -74,12 +75,13 @@ struct ReadShared {
         u_stride(round_up(tokens, kTile)),
         u_head(tokens * u_stride),
         x_stride(P + 8),  // so that the rows of a matrix lie in different banks
-        x_rows(round_up(window, 16) + tokens),
-        new_x_row(round_up(window, 16)),
-        b_new(round_up(window, 8) * kStride * 2),
+        x_rows(round_up(window, 8) + tokens),
+        new_x_row(round_up(window, 8)),
+        b_new(std::max(round_up(window, 8) * kStride * 2, folds ? round_up(chunk_bytes, 128) : 0)),
         c(b_new + tokens * kStride * 2),
         query(c + tokens * kStride * 2),
-        query_scale(query + tokens * kQueryStride * 4),
+        zeros(query + tokens * kQueryStride * 4),
+        query_scale(zeros + 16),
         g(round_up(query_scale + tokens * 4, 16)),
         g_new(g + tokens * g_stride * 4),
         delta(round_up(g_new + u_head * 4, 16)),
@@ -88,8 +90,9 @@ struct ReadShared {
         decay(u + heads * u_head * 4),
         token_decay(round_up(decay + heads * 4, 16)),
         x(round_up(token_decay + heads * u_stride * 4, 16)),
-        state(round_up(x + heads * x_rows * x_stride * 2, 128)),
-        folded(state + heads * round_up(chunk_bytes, 128)),
+        end(round_up(x + heads * x_rows * x_stride * 2, 128)),
+        state(folds ? 0 : end),
+        folded(folds ? end : end + heads * round_up(chunk_bytes, 128)),
         inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
         warp_max(inverse + (folds ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
@@ -762,9 +765,10 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
   const int x_rows_at_once = params.x_parts(team_lanes);
   const bool moves_x = x_row < x_rows_at_once;
   Staged* const lane_x = x + x_row * layout.x_stride + x_column;  // what the lane stages
-  if (moves_x) {
+  if (tid == 0) *reinterpret_cast<uint4*>(shared + layout.zeros) = make_uint4(0, 0, 0, 0);
+  if (kFolds && moves_x) {
 #pragma unroll 1
-    for (int i = x_row; i < round_up(h, 16); i += x_rows_at_once) {
+    for (int i = x_row; i < round_up(h, 8); i += x_rows_at_once) {
       if (i >= h) *reinterpret_cast<uint4*>(x + i * layout.x_stride + x_column) = make_uint4(0, 0, 0, 0);
     }
   }
@@ -986,10 +990,15 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
       const float scale = reads ? State::head_scale(state, P) * (kFolds ? 1.0f : *decay) : 0.0f;
       Staged* const out =
           static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] + g;
-      const Staged* const history_x = x + (lane / 16 * 8 + lane % 8) * layout.x_stride + lane / 8 % 2 * 8;
+      // The lane's row of a tile of the history, slice 0; zeros where there is no record.
+      const int lane_record = lane / 16 * 8 + lane % 8;
+      auto history_x = [&](int tile, int slice) {
+        const int record = 16 * tile + lane_record;
+        return record < history ? x + record * layout.x_stride + slice * kSliceWidth + lane / 8 % 2 * 8
+                                : reinterpret_cast<const Staged*>(shared + layout.zeros);
+      };
 #pragma unroll 1
       for (int slice = member; slice < params.slices; slice += 1 << team_bits) {
-        const Staged* const slice_x = history_x + slice * kSliceWidth;
         const Staged* const new_x = x + layout.new_x_row * layout.x_stride + slice * kSliceWidth + g;
 #pragma unroll 1
         for (int first = 0; first < T; first += kTile) {
@@ -1010,14 +1019,14 @@ __device__ __forceinline__ void step_heads(const ReadParams& params, uint32_t ta
           if (whole) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              if (i < history_tiles) add_history(slice_x + 16 * i * layout.x_stride, weights[i], y);
+              if (i < history_tiles) add_history(history_x(i, slice), weights[i], y);
             }
           }
 #pragma unroll 1
           for (int i = whole ? 2 : 0; i < history_tiles; ++i) {
             WeightOperand of_tile;
             of_tile.load(lane_weights + 16 * i, lane_products + 16 * i);
-            add_history(slice_x + 16 * i * layout.x_stride, of_tile, y);
+            add_history(history_x(i, slice), of_tile, y);
           }
 
           const float2 since = *reinterpret_cast<const float2*>(token_decays + s);
