@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, fold.cu), and the instructions
+// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, step_read.cu, fold.cu), and the instructions
 // that it takes:
 //
 //     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
@@ -9,7 +9,7 @@
 // every block of columns, the t-th kVec: the order of a product's columns is free, so that what vector loads bring is
 // the operand, and the sum lies where the state does. The sum over 8 records is formed by mma.m16n8k8 in TF32, B exact
 // and weight times x split in two, and added to the state by one rounding. Records are newest first. A sum's order
-// depends on h alone: the same records give the same bits in both files.
+// depends on h alone: the same records give the same bits in all files.
 #pragma once
 
 #include "common.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step, for what the tensor-core kernels (step_mma.cu) don't take.
+// step, for what the tensor-core kernels (step_mma.cu, step_read.cu) don't take.
 //
 // It computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
 // new), without forming a state:

@@ -6,27 +6,23 @@
 //
 // with the symbols of step_mma.cu, but that S is the read copy (FP8, NVFP4, E2M2), or a checkpoint of such a format.
 //
-// A CTA owns one, two or four heads of one group of one row, each the work of as many of its four warps. It asks for
-// all that it reads at once, by asynchronous copies. While the state is on its way it forms B^T C, once for its heads,
-// and every head's weights; then the warps take the slices (16 rows) of their heads. The CTAs of an SM are at different
-// points, so that some of them wait for memory while others compute. What bounds this kernel is the number of
+// A CTA owns heads of one group of one row. Each of its four warps does a head by itself, and another after that if the
+// batch is large; in small batches two or four warps share one. The CTA forms B^T C once. A warp asks for all that its
+// head takes, by asynchronous copies, makes the head's weights, and takes its slices (16 rows) in turn. Warps are at
+// different points, so that some wait for memory while others compute. What bounds this kernel is the number of
 // instructions: a state of 4 bits a value is little memory.
-//  1. S C by mma.m16n8k16 in FP16. A code times its block's scale has at most 6 significant bits, all of them multiples
-//     of 2^-24 if the codes are taken times 2^-14, as they are when their bits are put into the places of FP16's:
-//     exact. The order of a product's terms is free: of rows g and g + 8, lane (g, t) = (lane / 4, lane mod 4) takes
-//     the t-th 32 columns (FP8: the t-th 16 of either half), so that a row's codes are one vector load and two block
-//     scales.
+//  1. S C by mma.m16n8k16 in FP16. A code's bits in the places of FP16's are the code times 2^-14; times 16 times its
+//     block's scale that is exact: 6 significant bits at most, multiples of 2^-24. The order of a product's terms is
+//     free: of rows g and g + 8, lane (g, t) = (lane / 4, lane mod 4) takes the t-th 32 columns (FP8: the t-th 16 of
+//     either half), so that a row's codes are one vector load and two block scales.
 //  2. C is brought to FP16 once a CTA, times the power of two that puts its largest value below 2^15: exact for BF16
 //     but where values lie 2^28 apart. Column scales are multiplied into it once a head: the one rounding, by 2^-12.
 //     The scales of the head, or of rows of FP8, and the powers of two go to the float32 sums.
-//  3. The sum over the history is a product too, by mma.m16n8k16 in BF16: x as it lies, the weights split in three
-//  parts
-//     of 8 bits, which is all that they have (and FP16 x in two). The sums over new tokens are not, for a later token
-//     may be NaN.
+//  3. The sum over the history is a product too, by mma.m16n8k16 in BF16: x as it lies (FP16 in two parts), weights in
+//     three parts of 8 bits, which is all that they have. The sums over new tokens are not: a later one may be NaN.
 //  4. Rows flagged FLUSH are the work of other CTAs, the first of the grid, a head at a time: they fold the records
-//  into
-//     the checkpoint as step_mma.cu does, in float32 in shared memory, cast it to the read copy from there, and go on
-//     as above with what they cast. So folding, which is work for the ALUs, and reading overlap.
+//     into the checkpoint as step_mma.cu does, in float32 in shared memory, cast it to the read copy from there, and
+//     go on as above with what they cast. Steps and flushes don't wait for each other.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 #include <algorithm>
