@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ReplayConfig, StatePool
+from .. import ReplayConfig, SlotLayout, StatePool
 from .kv_cache import KVCache
 from .model_config import MAMBA, ModelConfig
+
+
+class StateLost(RuntimeError):
+    """A pass failed when it had begun to change the state: its sequences must be prefilled anew.
+
+    slot: whose fault it is; None: nobody's in particular.
+    """
+
+    def __init__(self, why: str, slot: int | None = None):
+        super().__init__(why)
+        self.slot = slot
 
 
 @dataclass
@@ -18,6 +29,15 @@ class SavedSlot:
 
     mamba: torch.Tensor  # StatePool.save
     kv: tuple[torch.Tensor, torch.Tensor]  # KVCache.save
+
+
+def state_bytes(layout: SlotLayout, mode: str, snapshots: int) -> int:
+    """Bytes of Mamba state that a request needs in one layer. Replay: a slot, that is state, records and convolution
+    inputs. Conventional: state, convolution inputs and `snapshots` more states.
+    """
+    if mode == "replay":
+        return layout.slot_stride
+    return (1 + snapshots) * layout.sections["checkpoint"].bytes + layout.sections["conv_ring"].bytes
 
 
 class Memory:
