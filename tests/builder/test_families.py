@@ -3,6 +3,7 @@
 tensor."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,8 +17,8 @@ from safetensors.torch import load_file
 
 from trtllm_replayssm.cli import main
 from trtllm_replayssm.runtime import CheckpointError, Engine, ModelConfig
-from trtllm_replayssm.runtime.quantization import seems_swizzled
-from trtllm_replayssm.runtime.weights import Weights
+from trtllm_replayssm.runtime.quantization import scale_tensors, seems_swizzled
+from trtllm_replayssm.runtime.weights import Weights, expected_tensors, mtp_tensors
 
 from ..runtime.conftest import TINY
 from .checkpoints import FAMILIES, nvfp4_tensors, save_shards, values_of, write_family
@@ -217,6 +218,107 @@ def swizzled(scales):
     rows, columns = scales.shape
     tiles = scales.view(torch.uint8).reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(rows, columns).view(scales.dtype)
+
+
+def test_routers_that_no_list_names(good, spoil):
+    """As in the released Nano-30B-A3B-NVFP4, whose list of exceptions leaves out routers and embeddings."""
+    lists = json.loads((good / "hf_quant_config.json").read_text())["quantization"]
+    tensors = load_file(good / "model.safetensors")
+    fp8 = [f"{name}.weight" for name, entry in lists["quantized_layers"].items() if entry["quant_algo"] == "FP8"]
+    changes = {}
+    for name in fp8:
+        changes |= {f"{name}_scale": None, name.removesuffix("weight") + "input_scale": None}
+        changes[name] = tensors[name].bfloat16()
+    excluded = [name for name in lists["exclude_modules"] if not name.endswith(".gate")]
+    excluded += [name.removesuffix(".weight") for name in fp8]
+    lists = {"quant_algo": "NVFP4", "quantized_layers": {}, "exclude_modules": excluded}
+    nested = {"quantization_config": {"producer": {"name": "modelopt"}, "quantization": lists}}
+    assert set(taken_in(spoil(changes, nested, lists)).quantized.values()) == {"NVFP4"}
+    gate = "backbone.layers.1.mixer.gate"
+    wrong = {"quantized_layers": {gate: {"quant_algo": "NVFP4"}}}
+    with pytest.raises(CheckpointError, match=f"says that '{gate}' is NVFP4, but '{gate}.weight' in .* is BF16"):
+        taken_in(spoil(changes, nested, lists | wrong))
+    other = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    with pytest.raises(CheckpointError, match="config.json: quant_method is 'compressed-tensors', expected 'modelopt'"):
+        taken_in(spoil(changes, other, lists))
+
+
+# ---- the released checkpoints ----------------------------------------------------------------------------------------
+
+NANO_30B = FAMILIES["nano-30b-a3b"] | {
+    "hidden_size": 2688,
+    "vocab_size": 131072,
+    "mamba_num_heads": 64,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+SUPER = FAMILIES["super-120b-a12b"] | {
+    "hidden_size": 4096,
+    "vocab_size": 131072,
+    "mamba_num_heads": 128,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024,
+}
+# Layers of Super that NVIDIA left in BF16, and those where it did not.
+SUPER_BF16 = {
+    "in_proj": {22, 24, 33, 35, 38, 42, 44, 46, 64, 75, 77, 80},
+    "out_proj": {6, 15, 20, 22, 24, 27, 29, 31, 33, 35, 46},
+    "shared_experts.up_proj": {41},
+    "shared_experts.down_proj": {8, 76},
+}
+SUPER_FP8 = {"fc1_latent_proj": {1, 3, 5}, "fc2_latent_proj": {3}, "o_proj": {69, 78}}
+
+
+def nano_format(name, layer, module):
+    """Mamba layers just before attention are BF16, as attention is."""
+    if name.startswith("lm_head") or module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        return None
+    return None if module in ("in_proj", "out_proj") and layer in (4, 11, 18, 25, 32, 41) else "NVFP4"
+
+
+def super_format(name, layer, module):
+    if not name.startswith("backbone") or layer in SUPER_BF16.get(module, ()):
+        return None
+    if module.startswith("experts") or (layer, module) == (1, "shared_experts.down_proj"):
+        return "NVFP4"
+    return "FP8" if module in SUPER_BF16 or layer in SUPER_FP8.get(module, ()) else None
+
+
+@pytest.mark.parametrize(
+    ("raw", "format_of", "kv_scales", "fp32", "tensors", "stored"),
+    [
+        (NANO_30B, nano_format, 0, (".gate.weight", "_correction_bias"), 24_147, 19_339_781_632),
+        (SUPER, super_format, 16, ("_correction_bias",), 165_860, 80_297_329_824),
+    ],
+    ids=["nano-30b-a3b", "super-120b-a12b"],
+)
+def test_released_checkpoints(tmp_path, raw, format_of, kv_scales, fp32, tensors, stored):
+    """Our names and shapes make the number of tensors and of bytes in the headers of NVIDIA's NVFP4 releases."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.read(tmp_path)
+    count, total = kv_scales, 4 * kv_scales
+    for name, shape in (expected_tensors(config) | mtp_tensors(config)).items():
+        found = re.match(r".*layers\.(\d+)\.mixer\.(.*)\.weight", name)
+        linear = found and len(shape) == 2 and not name.endswith(".gate.weight") or name == "lm_head.weight"
+        format = format_of(name, int(found[1]) if found else -1, found[2] if found else "") if linear else None
+        count += 1
+        if format is None:
+            total += math.prod(shape) * (4 if name.endswith(fp32) else 2)
+            continue
+        total += math.prod(shape) // (2 if format == "NVFP4" else 1) + 4  # with the scale of its inputs
+        scales = scale_tensors(name, format, shape).values()
+        count += 1 + len(scales)
+        total += sum(math.prod(size) * (1 if dtypes == ("F8_E4M3",) else 4) for size, dtypes in scales)
+    assert (count, total) == (tensors, stored)
 
 
 def test_swizzled_scales_of_the_right_shape(tmp_path):

@@ -127,14 +127,14 @@ def _left_over(table: torch.Tensor) -> float:
 
 
 class Lists:
-    """What a JSON file says about the modules of a checkpoint."""
+    """What a JSON file says about the modules of a checkpoint. default: of a linear that it does not name."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
         self.path = path
         algorithm = raw.get("quant_algo")
         self._check_size("quantization", raw)
         self._mixed = algorithm == "MIXED_PRECISION"
-        self._default = PLAIN if algorithm is None or self._mixed else self._format("quant_algo", algorithm)
+        self.default = PLAIN if algorithm is None or self._mixed else self._format("quant_algo", algorithm)
         self._plain = _Names(dict.fromkeys(self._list("exclude_modules", raw) + self._list("ignore", raw), PLAIN))
         layers = raw.get("quantized_layers") or {}
         if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
@@ -145,9 +145,9 @@ class Lists:
             self._check_size(name, entry)
         self._layers = _Names({_clean(name): self._format(name, e.get("quant_algo")) for name, e in layers.items()})
 
-    def claim(self, module: str) -> str:
-        """The format that a linear has by this file."""
-        return self._layers.find(module) or self._plain.find(module) or self._default
+    def claim(self, module: str) -> str | None:
+        """The format that a module has by this file; None if the file does not name it."""
+        return self._layers.find(module) or self._plain.find(module)
 
     def _check_size(self, where: str, raw: Mapping[str, Any]) -> None:
         if (size := raw.get("group_size")) not in (None, 0, BLOCK):
@@ -180,11 +180,13 @@ def read_lists(checkpoint: Path) -> list[Lists]:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
         part = raw.get(key) if isinstance(raw, dict) else None
+        if isinstance(part, dict) and "quantization" in part:  # old exports have one object in the other
+            part = part["quantization"]
         if part is None and file == "config.json":
             continue
         if not isinstance(part, dict):
             raise CheckpointError(f"{path}: {key!r} is {part!r}, expected an object")
-        if (method := part.get("quant_method", "modelopt")) != "modelopt":
+        if not str(method := part.get("quant_method", "modelopt")).lower().startswith("modelopt"):
             raise CheckpointError(f"{path}: quant_method is {method!r}, expected 'modelopt'")
         if "quant_algo" in part:
             lists.append(Lists(path, part))
