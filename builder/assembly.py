@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -69,6 +69,7 @@ def build(
     output: str | Path,
     config: EngineConfig = _DEFAULT,
     *,
+    allow: Sequence[str] = (),
     plans: bool = True,
     targets: tuple[str, ...] = (),
     timing_cache: Path | None = None,
@@ -79,6 +80,7 @@ def build(
     Without a TensorRT that can be used, it has no plans: the script in it makes them on another machine.
 
     Args:
+        allow: `runtime.weights.Weights`.
         plans: False: none are asked for. The folder serves the reference executor, and to make plans elsewhere.
         targets, timing_cache: `engine.build_engine`.
 
@@ -107,7 +109,7 @@ def build(
     if tensorrt is not None:
         require_options(tensorrt, targets, timing_cache)
     with bundles.being_written(output) as folder:
-        model, pool = decoder.export(checkpoint, folder, config, progress)
+        model, pool = decoder.export(checkpoint, folder, config, progress, allow)
         with_mtp = (folder / decoder.MTP).exists()
         if (tokenizer := Path(checkpoint) / bundles.TOKENIZER).exists():
             shutil.copyfile(tokenizer, folder / bundles.TOKENIZER)

@@ -84,15 +84,27 @@ def add_commands(commands, window) -> None:
     inspecting.add_argument("folder", metavar="DIR", help="what build made")
     inspecting.add_argument("--memory", metavar="SIZE", help="of a GPU, as in 80GB: how many sequences fit")
     inspecting.add_argument("--layers", action="store_true", help="every layer with its nodes")
+    add_allow(making)
     for command in (making, inspecting):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_allow(command) -> None:
+    """Adds --allow to a command that reads checkpoints."""
+    command.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module (or glob) whose tensors count though the checkpoint's quantisation lists contradict; repeatable",
+    )
 
 
 def _build(options) -> int:
     common = dict(
         targets=tuple(options.target),
         timing_cache=options.timing_cache and Path(options.timing_cache),
-        progress=_Bar() if sys.stderr.isatty() else lambda *_: None,
+        progress=progress_bar(),
     )
     names = (
         "max_batch",
@@ -110,16 +122,25 @@ def _build(options) -> int:
     )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.source is not None:
+        if options.allow:
+            given["allow"] = options.allow
         if options.no_plans:
             raise ValueError("--no-plans: plans are what --from makes")
         if given:
             raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
-        with _ending_on_signals():
+        with ending_on_signals():
             report = rebuild(options.source, options.output, **common)
     else:
         config = EngineConfig(**given)
-        with _ending_on_signals():
-            report = build(options.checkpoint, options.output, config, plans=not options.no_plans, **common)
+        with ending_on_signals():
+            report = build(
+                options.checkpoint,
+                options.output,
+                config,
+                allow=options.allow,
+                plans=not options.no_plans,
+                **common,
+            )
     bundle = report.bundle
     if options.json:
         print(json.dumps({"output": str(options.output), "missing": report.missing, **json.loads(bundle.to_json())}))
@@ -129,7 +150,7 @@ def _build(options) -> int:
 
 
 @contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def ending_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, so that nothing half-written stays behind; not one that is ignored."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -159,9 +180,9 @@ def _print_built(output: str, report: Report) -> None:
         print(f"MoE layers evaluate every expert: {bundle.dense_moe_factor:.1f} times the arithmetic of those chosen")
     if plan := bundle.plan:
         for name, seconds in plan.seconds.items():
-            size = bundle.files[bundles.PLANS[name]]["bytes"]
-            print(f"{bundles.PLANS[name]}: {_size(size)}, {plan.tensorrt} {plan.version}, {seconds:.1f} s")
-        print(f"most memory while building: {_size(plan.peak_bytes)}")
+            stored = bundle.files[bundles.PLANS[name]]["bytes"]
+            print(f"{bundles.PLANS[name]}: {size(stored)}, {plan.tensorrt} {plan.version}, {seconds:.1f} s")
+        print(f"most memory while building: {size(plan.peak_bytes)}")
         if plan.tensorrt == "tensorrt_rtx":
             print(f"{RTX_ONLY}.")
     if not bundle.plugins_have_cuda:
@@ -179,7 +200,7 @@ def _inspect(options) -> int:
     bundle = bundles.read(options.folder)
     path = Path(options.folder) / bundles.LAYERS
     layers = json.loads(path.read_text(encoding="utf-8")) if bundles.LAYERS in bundle.files else {}
-    budget = None if options.memory is None else _bytes(options.memory)
+    budget = None if options.memory is None else bytes_of(options.memory)
     sequences = None if budget is None else bundles.concurrency(bundle, budget)
     if options.json:
         report = {
@@ -243,15 +264,15 @@ def _print_layers(name: str, layers: list[dict], every: bool) -> None:
 
 
 def _print_memory(bundle: Bundle, budget: int | None, sequences: int | None) -> None:
-    print(f"\nMamba state a slot  {_size(bundle.state_bytes)}, all layers")
-    print(f"KV cache a row      {_size(bundle.kv_bytes)}, all layers")
-    print(f"outputs of a row    {_size(bundle.step_output_bytes)}")
-    print(f"else                {_size(bundle.fixed_bytes)}: weights, contexts, a prompt's outputs")
+    print(f"\nMamba state a slot  {size(bundle.state_bytes)}, all layers")
+    print(f"KV cache a row      {size(bundle.kv_bytes)}, all layers")
+    print(f"outputs of a row    {size(bundle.step_output_bytes)}")
+    print(f"else                {size(bundle.fixed_bytes)}: weights, contexts, a prompt's outputs")
     if budget is not None:
-        print(f"within {_size(budget)}: {sequences} sequences; this engine has slots for {bundle.engine.max_batch}")
+        print(f"within {size(budget)}: {sequences} sequences; this engine has slots for {bundle.engine.max_batch}")
 
 
-def _bytes(text: str) -> int:
+def bytes_of(text: str) -> int:
     """Bytes of "24GiB", "80GB", "512" …."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|B)?", text)
     if not found:
@@ -259,9 +280,14 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or "B"])
 
 
-def _size(value: int) -> str:
+def size(value: int) -> str:
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if value >= _UNITS[unit]), None)
     return f"{value / _UNITS[unit]:.2f} {unit}" if unit else f"{value} B"
+
+
+def progress_bar():
+    """Shows phases on stderr if that is a terminal."""
+    return _Bar() if sys.stderr.isatty() else lambda *_: None
 
 
 class _Bar:

@@ -11,7 +11,7 @@ logits are the exception: fp32 from the product's 16 bits, as a 16-bit product o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch
 from onnx import ModelProto, TensorProto
 
 from ..runtime.model_config import ATTENTION, MAMBA, MLP, MOE, CheckpointError, ModelConfig
+from ..runtime.quantization import BLOCK, Nvfp4
+from ..runtime.weights import Weights
 from .engine_config import EngineConfig, Pool
 from .graph import Graph
 from .mixers import Mixers
-from .quantized_weights import BLOCK, Nvfp4, QuantizedWeights
 from .weight_file import KINDS, WeightFile
 
 MODEL, MTP, WEIGHTS = "model.onnx", "mtp.onnx", "weights.bin"
@@ -38,6 +39,7 @@ def export(
     folder: Path,
     config: EngineConfig,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    allow: Sequence[str] = (),
 ) -> tuple[ModelConfig, Pool]:
     """Writes MODEL, MTP (if drafts are asked for and the checkpoint has the head for them) and WEIGHTS into `folder`.
 
@@ -47,8 +49,8 @@ def export(
         CheckpointError: the checkpoint is incomplete or has something that no graph can hold, before anything is
             written.
     """
-    model = ModelConfig.read(checkpoint, quantized=True)
-    weights = QuantizedWeights(checkpoint, model)
+    model = ModelConfig.read(checkpoint)
+    weights = Weights(checkpoint, model, allow)
     if not weights.has_mtp:
         model = replace(model, mtp_layers=(), mtp_depths=0)
     with_mtp = config.draft_tokens > 0 and weights.has_mtp
@@ -130,7 +132,7 @@ class Layers:
         self,
         graph: Graph,
         model: ModelConfig,
-        weights: QuantizedWeights,
+        weights: Weights,
         config: EngineConfig,
         pool: Pool,
         progress: Callable[[str, int, int], None],

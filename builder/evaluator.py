@@ -25,6 +25,7 @@ from ..plugins import NAMESPACE
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 _CODES = {dtype: _core.DTYPES[name] for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64
+_TABLE_HEAD_WORDS = 32  # of the table that a plan of lengths brings: the error word, and no cursors
 
 
 class HostGraph:
@@ -35,8 +36,9 @@ class HostGraph:
     changed in place.
     """
 
-    def __init__(self, path: str | Path):
-        model = onnx.load(path)
+    def __init__(self, model: str | Path | onnx.ModelProto):
+        if not isinstance(model, onnx.ModelProto):
+            model = onnx.load(model)
         names = [output.name for output in model.graph.output]
         for node in model.graph.node:
             if node.domain == NAMESPACE:
@@ -69,6 +71,7 @@ class _Node(OpRun):
         )
         self.core = _core.Spec(geometry, config, fields["num_slots"], fields["num_layers"], fields.get("first_head", 0))
         self.layer_bytes = fields["num_slots"] * _core.Layout(geometry, config).slot_stride
+        self.lengths = fields["plan_mode"] == "lengths"
         self.inner = fields["num_heads"] * fields["head_dim"]
         self.group = fields["num_groups"] * fields["state_dim"]
         return self.compute(*inputs)
@@ -96,10 +99,20 @@ class _Node(OpRun):
     def layer_call(self, plan: np.ndarray, table: np.ndarray, state: np.ndarray) -> tuple:
         """First arguments of a layer op. The binding knows whole pools: it gets the address of one whose layer of this
         number lies at `state`."""
-        table = self.memory(table, self.core.table_bytes, copy=False)
+        if not self.lengths:  # else what the plan gives is the head of a table
+            table = self.memory(table, self.core.table_bytes, copy=False)
         layer = self.fields["layer"]
         pool = state.ctypes.data - layer * self.layer_bytes
         return _core.HOST, table.ctypes.data, pool, layer, plan.ctypes.data, int(plan[0])
+
+    def batch(self, shape: tuple[int, ...], lengths: tuple) -> tuple[bool, int, int]:
+        """Whether the tokens of a tensor of this shape are prompts, how many they are, and the most of a row."""
+        if not self.lengths:
+            rows, width, _ = shape
+            return width > self.fields["max_step_tokens"], rows * width, width
+        types, prompts = lengths
+        context = bool((types == 0).all())
+        return context, shape[0], int(prompts.max()) if context else 1
 
     def after(self, state: np.ndarray, given: np.ndarray) -> np.ndarray:
         """What the next node of the chain waits for."""
@@ -109,10 +122,22 @@ class _Node(OpRun):
 
 
 class ReplaySsmPlan(_Node):
-    def compute(self, slots, tokens, accepted, token_ids, table):
+    def compute(self, *inputs):
+        return self.of_lengths(*inputs) if self.lengths else self.of_cursors(*inputs)
+
+    def of_lengths(self, slots, types, prompts, sequences, ends):
+        plan = self.empty_plan(slots)
+        table = _aligned((_TABLE_HEAD_WORDS,), np.int32)
+        rows = [np.ascontiguousarray(row, np.int32) for row in (slots, prompts, sequences, ends)]
+        addresses = (row.ctypes.data for row in rows)
+        context = bool((types == 0).all())
+        self.core.plan_lengths(_core.HOST, *addresses, len(slots), context, plan.ctypes.data, table.ctypes.data)
+        return plan, table
+
+    def of_cursors(self, slots, tokens, accepted, token_ids, table):
         alias = self.fields["state_io"] == "alias"
         memory = self.memory(table, self.core.table_bytes, copy=alias)
-        plan = _aligned((-(-(64 + 68 * len(slots)) // 64) * 16,), np.int32)
+        plan = self.empty_plan(slots)
         rows = [np.ascontiguousarray(row, np.int32) for row in (slots, tokens, accepted)]
         addresses = (row.ctypes.data for row in rows)
         self.core.plan_next(
@@ -124,23 +149,27 @@ class ReplaySsmPlan(_Node):
             return plan, status
         return plan, status, memory.view(np.int32) if alias else table
 
+    def empty_plan(self, slots):
+        return _aligned((_core.plan_bytes(len(slots)) // 4,), np.int32)
+
 
 class ReplayCausalConv(_Node):
-    def compute(self, plan, table, given, weight, bias, state):
-        rows, width, channels = given.shape
+    def compute(self, plan, table, given, weight, bias, *rest):
+        *lengths, state = rest
+        _, tokens, longest = self.batch(given.shape, lengths)
         given, weight, bias = map(np.ascontiguousarray, (given, weight, bias))
-        out = self.undefined((rows, width, self.inner + 2 * self.group))
+        out = self.undefined((*given.shape[:-1], self.inner + 2 * self.group))
         memory = self.state(state)
         self.core.conv_step(
             *self.layer_call(plan, table, memory),
             given.ctypes.data + self.fields["in_offset"] * given.itemsize,
-            channels,
+            given.shape[-1],
             *_vector(weight),
             *_vector(bias),
             out.ctypes.data,
-            out.shape[2],
-            rows * width,
-            width,
+            out.shape[-1],
+            tokens,
+            longest,
         )
         return out, self.after(memory, state)
 
@@ -153,12 +182,12 @@ class ReplaySsmFlush(_Node):
 
 
 class ReplaySsmStep(_Node):
-    def compute(self, plan, table, xBC, dt, A_log, D, dt_bias, *state):
-        fields = self.fields
-        rows, width, channels = xBC.shape
+    def compute(self, plan, table, xBC, dt, A_log, D, dt_bias, *rest):
+        fields, channels, state = self.fields, xBC.shape[-1], rest[-1]
+        prompts, tokens, longest = self.batch(xBC.shape, rest[:2])
         xBC, dt = map(np.ascontiguousarray, (xBC, dt))
-        out = self.undefined((rows, width, self.inner))
-        memory = self.state(state[-1])
+        out = self.undefined((*xBC.shape[:-1], self.inner))
+        memory = self.state(state)
         columns = [
             (xBC.ctypes.data + offset * xBC.itemsize, channels, size)
             for offset, size in (
@@ -167,13 +196,13 @@ class ReplaySsmStep(_Node):
                 (self.inner + self.group, fields["state_dim"]),
             )
         ]
-        scan = self.core.step_flushed if width <= fields["max_step_tokens"] else self.core.prefill
+        scan = self.core.prefill if prompts else self.core.step_flushed
         scan(
             *self.layer_call(plan, table, memory),
             *(value for column in columns for value in column),
             dt.ctypes.data + fields["dt_offset"] * dt.itemsize,
             _CODES[dt.dtype],
-            dt.shape[2],
+            dt.shape[-1],
             1,
             *_vector(A_log),
             *_vector(D),
@@ -183,12 +212,12 @@ class ReplaySsmStep(_Node):
             fields["head_dim"],
             float(fields["dt_min"]),
             float(fields["dt_max"]),
-            rows * width,
-            width,
+            tokens,
+            longest,
         )
         if fields["state_io"] == "host_pointer":
             return (out,)
-        return out, self.after(memory, state[-1]) if fields["state_io"] == "alias" else state[-1]
+        return out, self.after(memory, state) if fields["state_io"] == "alias" else state
 
 
 class MatMul(OpRun):

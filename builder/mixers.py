@@ -34,6 +34,7 @@ class Mixers:
             "seed": str(replay.seed),
             "num_slots": pool.num_slots,
             "state_io": state_io,
+            "plan_mode": "cursors",
             "num_layers": pool.num_layers,
         }
 

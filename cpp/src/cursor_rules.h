@@ -190,4 +190,38 @@ REPLAYSSM_HOST_DEVICE inline NextPlan next_plan(const Problem& problem, replayss
   return next;
 }
 
+// A row of plan_lengths, from its sequence's lengths alone; not OK: only `given` and `expected` mean something.
+struct LengthsRow {
+  replayssm_plan_row row;
+  replayssm_row_error error;
+  int64_t given, expected;
+};
+
+REPLAYSSM_HOST_DEVICE inline LengthsRow row_of_lengths(const Problem& problem, const LengthsArgs& args, int32_t i) {
+  LengthsRow result{};
+  const int32_t slot = args.slots[i], first_token = i ? args.token_ends[i - 1] : 0;
+  const int64_t prompt = args.prompt_lengths[i];
+  const int64_t decoded = args.prompts ? 0 : args.sequence_lengths[i] - prompt - 1;
+  const int64_t count = args.prompts ? prompt : 1;
+  if (slot < -1 || slot >= args.num_slots) {
+    result.error = REPLAYSSM_ROW_SLOT_RANGE, result.given = slot, result.expected = args.num_slots;
+  } else if (prompt < 1) {
+    result.error = REPLAYSSM_ROW_LENGTH_RANGE, result.given = prompt, result.expected = 1;
+  } else if (decoded < 0) {
+    result.error = REPLAYSSM_ROW_LENGTH_RANGE, result.given = decoded + 1, result.expected = 1;
+  } else if (first_token < 0 || args.token_ends[i] != first_token + count) {
+    result.error = REPLAYSSM_ROW_TOKEN_RANGE, result.given = args.token_ends[i], result.expected = first_token + count;
+  }
+  if (result.error != REPLAYSSM_ROW_OK) return result;
+  replayssm_cursor cursor{};
+  if (!args.prompts) {
+    const int64_t window = problem.config.window;
+    cursor.tokens = prompt + decoded;
+    cursor.history = decoded ? static_cast<int32_t>((decoded - 1) % window + 1) : 0;
+    cursor.writes = 1 + (decoded ? (decoded - 1) / window : 0);
+  }
+  result.row = make_plan_row(problem, cursor, slot, first_token, static_cast<int32_t>(count));
+  return result;
+}
+
 }  // namespace replayssm

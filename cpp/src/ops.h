@@ -27,14 +27,26 @@ inline const replayssm_plan_row* plan_rows(const void* plan) {
   return reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(plan) + sizeof(replayssm_plan_header));
 }
 
+// What plan_lengths is told of its rows. Passed to the kernel by value.
+struct LengthsArgs {
+  const int32_t* slots;
+  const int32_t* prompt_lengths;
+  const int32_t* sequence_lengths;
+  const int32_t* token_ends;
+  int32_t num_slots;
+  bool prompts;
+};
+
 #define REPLAYSSM_DECLARE_OPS                                                                                         \
   replayssm_status reset(const replayssm_exec&, const replayssm_table&, const int32_t* slots, const int64_t* streams, \
-                         int32_t rows);                                                                               \
+                         int32_t rows, int64_t writes);                                                               \
   replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,          \
                         const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                      \
   replayssm_status plan_next(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,     \
                              const int32_t* counts, const int32_t* accepted, int32_t rows, int32_t row_tokens,        \
                              void* plan, replayssm_error* status);                                                    \
+  replayssm_status plan_lengths(const replayssm_exec&, const Problem&, const LengthsArgs&, int32_t rows, void* plan,  \
+                                replayssm_error* error);                                                              \
   replayssm_status commit(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,              \
                           const int32_t* accepted, replayssm_plan_use);                                               \
   replayssm_status abandon(const replayssm_exec&, const replayssm_table&, const void* plan, int32_t rows,             \
@@ -58,6 +70,8 @@ inline const replayssm_plan_row* plan_rows(const void* plan) {
                                float* conv_tail);                                                                     \
   replayssm_status restore(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,     \
                            const int32_t* slots, int32_t rows, const float* state, const float* conv_tail);           \
+  replayssm_status refresh_read_copy(const replayssm_exec&, const Problem&, const replayssm_layer&,                   \
+                                     const replayssm_table&, const int32_t* slots, int32_t rows);                     \
   replayssm_status copy(const replayssm_exec&, const replayssm_table&, void* data, int64_t layer_stride,              \
                         int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows);
 

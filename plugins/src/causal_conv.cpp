@@ -16,10 +16,11 @@ class CausalConv final : public Plugin {
     inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}}};
     add_table(false);
     inputs_.insert(inputs_.end(),
-                   {{"in", TensorType::kActivation, {kRows, kTokens, at_least(values_.in_offset + channels)}},
+                   {{"in", TensorType::kActivation, tokens_by(at_least(values_.in_offset + channels))},
                     {"weight", TensorType::kFloat, {exactly(channels), exactly(settings_.geometry.conv_kernel)}},
                     {"bias", TensorType::kFloat, {exactly(channels)}}});
-    outputs_ = {{"out", TensorType::kActivation, {kRows, kTokens, exactly(channels)}}};
+    add_lengths();
+    outputs_ = {{"out", TensorType::kActivation, tokens_by(exactly(channels))}};
     if (state_io() != StateIo::kAlias) outputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
     add_state(state_io() == StateIo::kAlias);
   }
@@ -30,12 +31,13 @@ class CausalConv final : public Plugin {
   void run(const Call& call) const override {
     const replayssm_layer slots = layer(call);
     const replayssm_table shared = table(call);
+    const Batch tokens = batch(call);
     const replayssm_conv_args args = {columns(call, 2, values_.in_offset, 0),
                                       vector(call, 3),
                                       vector(call, 4),
                                       {call.outputs[0], settings_.config.activation, {conv_channels(), 1}},
-                                      int64_t{call.rows} * call.tokens,
-                                      call.tokens};
+                                      tokens.num_tokens,
+                                      tokens.longest};
     check(replayssm_conv_step(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                               call.rows, &args));
   }

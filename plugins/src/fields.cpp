@@ -43,6 +43,7 @@ const FieldSpec kFields[] = {
     {"seed", &FieldValues::seed, kAllKinds},
     {"num_slots", &FieldValues::num_slots, kAllKinds},
     {"state_io", &FieldValues::state_io, kAllKinds},
+    {"plan_mode", &FieldValues::plan_mode, kAllKinds},
     {"num_layers", &FieldValues::num_layers, kAllKinds},
     {"layer", &FieldValues::layer, kLayerKinds},
     {"slot_stride", &FieldValues::slot_stride, kLayerKinds},
@@ -131,6 +132,11 @@ const char* state_io_name(int32_t code) {
   return code >= 0 && code < 3 ? names[code] : nullptr;
 }
 
+const char* plan_mode_name(int32_t code) {
+  static const char* const names[] = {"cursors", "lengths"};
+  return code >= 0 && code < 2 ? names[code] : nullptr;
+}
+
 uint64_t parse_seed(const std::string& text) {
   errno = 0;
   char* end = nullptr;
@@ -214,6 +220,9 @@ Settings::Settings(PluginKind kind, const FieldValues& values) {
             code_of("activation", values.activation, replayssm_dtype_name),
             parse_seed(values.seed)};
   state_io = static_cast<StateIo>(code_of("state_io", values.state_io, state_io_name));
+  plan_mode = static_cast<PlanMode>(code_of("plan_mode", values.plan_mode, plan_mode_name));
+  if (plan_mode == PlanMode::kLengths && state_io != StateIo::kHostPointer)
+    throw Refusal("plan_mode: 'lengths' expects state_io 'host_pointer', got " + quoted(values.state_io));
   if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) throw Refusal(replayssm_last_error());
   require_range("num_slots", values.num_slots, 1, INT32_MAX);
   require_range("num_layers", values.num_layers, 1, INT32_MAX);

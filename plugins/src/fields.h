@@ -23,13 +23,16 @@ enum PluginKind : uint32_t { kPlan = 1, kConv = 2, kFlush = 4, kStep = 8 };
 
 enum class StateIo { kAlias, kSamePointer, kHostPointer };
 
+// What plans are made of: cursors that the table keeps, or the lengths that a runtime tells of its sequences.
+enum class PlanMode { kCursors, kLengths };
+
 // The values of the fields, as they are serialized. A plugin only has those of its kind.
 struct FieldValues {
   int32_t num_heads = 0, head_dim = 0, num_groups = 0, state_dim = 0, conv_kernel = 0;
   int32_t window = 0, max_step_tokens = 0;
   std::string checkpoint, read_copy, activation, seed;
   int32_t num_slots = 0;
-  std::string state_io;
+  std::string state_io, plan_mode;
   int32_t num_layers = 0, layer = 0, slot_stride = 0, first_head = 0, in_offset = 0, dt_offset = 0;
   float dt_min = 0, dt_max = 0;
 };
@@ -54,6 +57,7 @@ struct Settings {
   replayssm_config config;
   replayssm_layout layout;  // of a layer plugin with the field's slot stride
   StateIo state_io;
+  PlanMode plan_mode;
 };
 
 }  // namespace trtllm_replayssm

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -103,6 +104,39 @@ Plugin::Plugin(const char* name, PluginKind kind, const char* node, FieldValues 
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 
+std::vector<Dim> Plugin::tokens_by(Dim columns) const {
+  if (of_lengths()) return {kTokens, columns};
+  return {kRows, kTokens, columns};
+}
+
+void Plugin::add_lengths() {
+  if (!of_lengths()) return;
+  lengths_input_ = static_cast<int32_t>(inputs_.size());
+  inputs_.push_back({"host_request_types", TensorType::kInt32, {kRows}});
+  inputs_.push_back({"host_context_lengths", TensorType::kInt32, {kRows}});
+}
+
+bool Plugin::brings_prompts(const Call& call, int32_t types_input) const {
+  constexpr int32_t kContext = 0, kGeneration = 1;
+  const auto* const types = call.input<int32_t>(types_input);
+  for (int32_t i = 0; i < call.rows; ++i) {
+    if (types[i] != types[0] || (types[i] != kContext && types[i] != kGeneration))
+      throw Refusal("host_request_types: expected 0 (context) in all rows or 1 (generation) in all, got " +
+                    std::to_string(types[0]) + " in row 0 and " + std::to_string(types[i]) + " in row " +
+                    std::to_string(i));
+  }
+  return call.rows > 0 && types[0] == kContext;
+}
+
+Plugin::Batch Plugin::batch(const Call& call) const {
+  if (!of_lengths()) {
+    return {call.tokens > settings_.config.max_step_tokens, int64_t{call.rows} * call.tokens, call.tokens};
+  }
+  if (!brings_prompts(call, lengths_input_)) return {false, call.tokens, 1};
+  const auto* const lengths = call.input<int32_t>(lengths_input_ + 1);
+  return {true, call.tokens, std::max(0, *std::max_element(lengths, lengths + call.rows))};
+}
+
 int32_t Plugin::add_memory(const char* name, const char* output_name, std::vector<Dim> shape, bool returned) {
   const auto input = static_cast<int32_t>(inputs_.size());
   if (state_io() == StateIo::kHostPointer) {
@@ -119,6 +153,11 @@ int32_t Plugin::add_memory(const char* name, const char* output_name, std::vecto
 }
 
 void Plugin::add_table(bool returned) {
+  if (of_lengths()) {
+    table_input_ = static_cast<int32_t>(inputs_.size());
+    inputs_.push_back({"table", TensorType::kInt32, {exactly(kTableHeadWords)}});
+    return;
+  }
   const int64_t words = replayssm_table_bytes(values_.num_slots, values_.num_layers) / kWordBytes;
   table_input_ = add_memory("table", "table'", {exactly(words)}, returned);
 }
@@ -148,7 +187,8 @@ void* Plugin::address(const Call& call, int32_t input) const {
 
 replayssm_table Plugin::table(const Call& call) const {
   replayssm_table table;
-  check(replayssm_table_from_buffer(address(call, table_input_), values_.num_slots, values_.num_layers, &table));
+  void* const memory = of_lengths() ? const_cast<void*>(call.inputs[table_input_]) : address(call, table_input_);
+  check(replayssm_table_from_buffer(memory, values_.num_slots, values_.num_layers, &table));
   return table;
 }
 
@@ -167,7 +207,7 @@ replayssm_tensor Plugin::columns(const Call& call, int32_t input, int64_t offset
   const nvinfer1::PluginTensorDesc& desc = call.in[input];
   auto* const data = static_cast<char*>(const_cast<void*>(call.inputs[input]));
   const int64_t element = desc.type == DataType::kFLOAT ? 4 : 2;
-  return {data + offset * element, dtype_code(desc.type), {desc.dims.d[2], inner}};
+  return {data + offset * element, dtype_code(desc.type), {desc.dims.d[desc.dims.nbDims - 1], inner}};
 }
 
 void Plugin::check(replayssm_status status) {

@@ -24,6 +24,8 @@ struct Dim {
   enum Kind { kExactly, kAtLeast, kRows, kTokens, kPlanWords /* of kRows */ } kind;
   int64_t size = 0;
 };
+constexpr int64_t kTableHeadWords = 32;  // error word and counters of a table
+
 constexpr Dim kRows{Dim::kRows}, kTokens{Dim::kTokens}, kPlanWords{Dim::kPlanWords};
 inline Dim exactly(int64_t size) { return {Dim::kExactly, size}; }
 inline Dim at_least(int64_t size) { return {Dim::kAtLeast, size}; }
@@ -95,15 +97,31 @@ class Plugin : public nvinfer1::IPluginV3,
   int64_t conv_channels() const { return settings_.layout.conv_channels; }
   int64_t inner_channels() const { return int64_t{settings_.geometry.num_heads} * settings_.geometry.head_dim; }
 
+  bool of_lengths() const { return settings_.plan_mode == PlanMode::kLengths; }
+  // [rows, tokens, columns], or, with plans of lengths, [all tokens, columns].
+  std::vector<Dim> tokens_by(Dim columns) const;
+
+  // How a layer op takes the tokens of this call. Plans of lengths learn it from tensors in host memory, as
+  // TensorRT-LLM's own plugins do: its runtime brings prompts or decode steps, never both.
+  struct Batch {
+    bool prompts;
+    int64_t num_tokens;
+    int32_t longest;  // an upper bound of any row's tokens
+  };
+  void add_lengths();  // of plans of lengths only: host_request_types, host_context_lengths
+  Batch batch(const Call& call) const;
+  bool brings_prompts(const Call& call, int32_t types_input) const;
+
   // Memory that lasts between executions. A table comes as an input, and with `returned` as an output too; so does a
-  // layer's slots. In host_pointer either is an address, and never an output.
+  // layer's slots. In host_pointer either is an address, and never an output. Plans of lengths have no such table: the
+  // plan brings the head of one, with the error word, to the layers.
   void add_table(bool returned);
   void add_state(bool returned);
   replayssm_table table(const Call& call) const;
   replayssm_layer layer(const Call& call) const;
 
   static replayssm_tensor vector(const Call& call, int32_t input);
-  // The columns from `offset` on of an input [rows, tokens, columns], with a second stride of `inner`.
+  // The columns from `offset` on of an input tokens_by(columns), with a second stride of `inner`.
   static replayssm_tensor columns(const Call& call, int32_t input, int64_t offset, int64_t inner);
   static void check(replayssm_status status);
 
@@ -131,7 +149,7 @@ class Plugin : public nvinfer1::IPluginV3,
   std::string metadata_;
   std::vector<nvinfer1::PluginField> fields_;
   nvinfer1::PluginFieldCollection collection_{};
-  int32_t table_input_ = -1, state_input_ = -1;
+  int32_t table_input_ = -1, state_input_ = -1, lengths_input_ = -1;
   int32_t returned_input_ = -1, returned_output_ = -1;  // of the table or the state
   bool attached_ = false;                               // to an execution context (or a builder)
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ReplaySsmStep: the outputs of the new tokens, after the flush. Rows of up to max_step_tokens go through the op step,
-// longer ones, which a profile for prompts brings, through prefill.
+// longer ones, which a profile for prompts brings, through prefill. With plans of lengths the runtime tells which.
 #include "plugin.h"
 
 namespace trtllm_replayssm {
@@ -16,16 +16,15 @@ class Step final : public Plugin {
     const Dim heads = exactly(settings_.geometry.num_heads);
     inputs_ = {{"plan", TensorType::kInt32, {kPlanWords}}};
     add_table(false);
-    inputs_.insert(inputs_.end(),
-                   {{"xBC", TensorType::kActivation, {kRows, kTokens, exactly(conv_channels())}},
-                    {"dt",
-                     TensorType::kFloat,
-                     {kRows, kTokens, at_least(int64_t{values_.dt_offset} + settings_.geometry.num_heads)}},
-                    {"A_log", TensorType::kFloat, {heads}},
-                    {"D", TensorType::kFloat, {heads}},
-                    {"dt_bias", TensorType::kFloat, {heads}}});
+    inputs_.insert(inputs_.end(), {{"xBC", TensorType::kActivation, tokens_by(exactly(conv_channels()))},
+                                   {"dt", TensorType::kFloat,
+                                    tokens_by(at_least(int64_t{values_.dt_offset} + settings_.geometry.num_heads))},
+                                   {"A_log", TensorType::kFloat, {heads}},
+                                   {"D", TensorType::kFloat, {heads}},
+                                   {"dt_bias", TensorType::kFloat, {heads}}});
+    add_lengths();
     if (state_io() != StateIo::kAlias) inputs_.push_back({"order", TensorType::kInt32, {exactly(1)}});
-    outputs_ = {{"out", TensorType::kActivation, {kRows, kTokens, exactly(inner_channels())}}};
+    outputs_ = {{"out", TensorType::kActivation, tokens_by(exactly(inner_channels()))}};
     add_state(true);
   }
 
@@ -36,6 +35,7 @@ class Step final : public Plugin {
     const auto& [H, P, G, N, K] = settings_.geometry;
     const replayssm_layer slots = layer(call);
     const replayssm_table shared = table(call);
+    const Batch tokens = batch(call);
     const replayssm_scan_args args = {
         columns(call, 2, 0, P),
         columns(call, 2, inner_channels(), N),
@@ -47,10 +47,10 @@ class Step final : public Plugin {
         {call.outputs[0], settings_.config.activation, {inner_channels(), P}},
         values_.dt_min,
         values_.dt_max,
-        int64_t{call.rows} * call.tokens,
-        call.tokens,
+        tokens.num_tokens,
+        tokens.longest,
     };
-    if (call.tokens <= settings_.config.max_step_tokens) {
+    if (!tokens.prompts) {
       check(replayssm_step(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                            call.rows, &args, /*flushed=*/1));
     } else {

@@ -83,7 +83,7 @@ struct Sizes {
 };
 
 struct Case {
-  std::string plugin, state_io;
+  std::string plugin, state_io;  // "lengths": host_pointer with plan_mode lengths
   DataType activation = DataType::kBF16;
   Sizes sizes;
   std::vector<Tensor> inputs, outputs;
@@ -116,7 +116,9 @@ Fields fields_of(const Case& c) {
       .set("conv_kernel", s.K);
   fields.set("window", s.L).set("max_step_tokens", s.T).set("checkpoint", "fp32").set("read_copy", "none");
   fields.set("activation", activation_name(c.activation)).set("seed", "18446744073709551615");
-  fields.set("num_slots", s.slots).set("state_io", c.state_io.c_str());
+  const bool lengths = c.state_io == "lengths";
+  fields.set("num_slots", s.slots).set("state_io", lengths ? "host_pointer" : c.state_io.c_str());
+  fields.set("plan_mode", lengths ? "lengths" : "cursors");
   fields.set("num_layers", s.layers);
   if (c.plugin == "ReplaySsmPlan") return fields;
   fields.set("layer", 2).set("slot_stride", 0);
@@ -134,34 +136,48 @@ Case make_case(const std::string& plugin, const std::string& state_io, DataType 
   c.sizes.rows = rows, c.sizes.tokens = tokens;
   const Sizes& s = c.sizes;
   const int64_t B = rows, S = tokens, D = s.channels(), H = s.H;
-  const bool alias = state_io == "alias", pointer = state_io == "host_pointer";
+  const bool alias = state_io == "alias", lengths = state_io == "lengths";
+  const bool pointer = lengths || state_io == "host_pointer";
   const int64_t words = replayssm_plan_bytes(static_cast<int32_t>(B)) / 4;
   const auto i32 = DataType::kINT32;
   const Tensor order = {i32, {1}};
   const Tensor table = {i32, {replayssm_table_bytes(s.slots, s.layers) / 4}};
+  const Tensor table_head = {i32, {32}}, each_row = {i32, {B}};
+  const auto tokens_by = [&](int64_t columns) {
+    return lengths ? std::vector<int64_t>{S, columns} : std::vector<int64_t>{B, S, columns};
+  };
   const Tensor state = plugin == "ReplaySsmPlan" ? table : Tensor{i32, {s.slots, layout_of(c).slot_stride / 4}};
   const Tensor memory = pointer ? Tensor{DataType::kINT64, {1}} : state;
   bool returns_state = alias;
+  if (plugin == "ReplaySsmPlan" && lengths) {
+    c.inputs = {each_row, each_row, each_row, each_row, each_row};
+    c.outputs = {{i32, {words}}, table_head};
+    return c;
+  }
   if (plugin == "ReplaySsmPlan") {
     c.inputs = {{i32, {B}}, {i32, {B}}, {i32, {B}}, {DataType::kINT64, {B, S}}};
     c.outputs = {{i32, {words}}, {i32, {8}}};
     returns_state = !pointer;
   } else if (plugin == "ReplayCausalConv") {
-    c.inputs = {
-        {i32, {words}}, {activation, {B, S, s.offset + D + 3}}, {DataType::kFLOAT, {D, s.K}}, {DataType::kHALF, {D}}};
-    c.outputs = {{activation, {B, S, D}}};
+    c.inputs = {{i32, {words}},
+                {activation, tokens_by(s.offset + D + 3)},
+                {DataType::kFLOAT, {D, s.K}},
+                {DataType::kHALF, {D}}};
+    c.outputs = {{activation, tokens_by(D)}};
+    if (lengths) c.inputs.insert(c.inputs.end(), {each_row, each_row});
     if (!alias) c.outputs.push_back(order);
   } else if (plugin == "ReplaySsmFlush") {
     c.inputs = {{i32, {words}}, {DataType::kBF16, {H}}};
     if (!alias) c.inputs.push_back(order), c.outputs.push_back(order);
   } else {
-    c.inputs = {{i32, {words}},          {activation, {B, S, D}}, {DataType::kFLOAT, {B, S, s.offset + H}},
-                {DataType::kFLOAT, {H}}, {DataType::kFLOAT, {H}}, {DataType::kFLOAT, {H}}};
+    c.inputs = {{i32, {words}},          {activation, tokens_by(D)}, {DataType::kFLOAT, tokens_by(s.offset + H)},
+                {DataType::kFLOAT, {H}}, {DataType::kFLOAT, {H}},    {DataType::kFLOAT, {H}}};
+    if (lengths) c.inputs.insert(c.inputs.end(), {each_row, each_row});
     if (!alias) c.inputs.push_back(order);
-    c.outputs = {{activation, {B, S, H * s.P}}};
+    c.outputs = {{activation, tokens_by(H * s.P)}};
     returns_state = !pointer;
   }
-  if (plugin != "ReplaySsmPlan") c.inputs.insert(c.inputs.begin() + 1, pointer ? memory : table);
+  if (plugin != "ReplaySsmPlan") c.inputs.insert(c.inputs.begin() + 1, lengths ? table_head : pointer ? memory : table);
   c.state_input = static_cast<int32_t>(c.inputs.size());
   c.inputs.push_back(memory);
   if (returns_state) {
@@ -262,7 +278,7 @@ const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kINT8, D
                            DataType::kUINT8, DataType::kFP8,  DataType::kBF16, DataType::kINT64};
 const DataType kActivations[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16};
 const char* const kPlugins[] = {"ReplaySsmPlan", "ReplayCausalConv", "ReplaySsmFlush", "ReplaySsmStep"};
-const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer"};
+const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer", "lengths"};
 
 IPluginCreatorV3One* creator_of(const std::string& plugin) {
   for (IPluginCreatorV3One* creator : creators()) {
@@ -387,7 +403,7 @@ void test_legal_answers() {
         const bool any_float = (c.plugin == "ReplayCausalConv" && (i == 3 || i == 4)) ||
                                (c.plugin == "ReplaySsmFlush" && i == 2) ||
                                (c.plugin == "ReplaySsmStep" && i >= 3 && i <= 6);
-        const bool index = c.plugin == "ReplaySsmPlan" && i == 3;
+        const bool index = c.plugin == "ReplaySsmPlan" && i == 3 && c.state_io != "lengths";
         const bool legal = any_float ? is_float : index ? type == DataType::kINT32 || type == own : type == own;
         CHECK(other.types() == legal && other.formats(static_cast<int32_t>(i)) == legal);
       }
@@ -402,7 +418,7 @@ void test_illegal_combinations() {
   auto below = [&](size_t limit) { return std::uniform_int_distribution<size_t>(0, limit - 1)(random); };
   int refused = 0;
   for (int i = 0; i < 2000; ++i) {
-    Case c = make_case(kPlugins[below(4)], kStateIos[below(3)], kActivations[below(3)],
+    Case c = make_case(kPlugins[below(4)], kStateIos[below(4)], kActivations[below(3)],
                        2 + static_cast<int64_t>(below(40)), 2 + static_cast<int64_t>(below(40)));
     PluginV3 made = create(creator_of(c.plugin), fields_of(c).list());
     CHECK(made);
@@ -461,7 +477,7 @@ void test_null_arrays() {
     CHECK(made.runtime->enqueue(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) != 0);
     setenv("IS_BUILDING", "1", 1);  // TensorRT-LLM's builder: addresses in host memory are placeholders
     CHECK((made.runtime->enqueue(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) == 0) ==
-          (c.state_io == "host_pointer"));
+          (c.state_io == "host_pointer" || c.state_io == "lengths"));
     unsetenv("IS_BUILDING");
     Questions ask{made, c.inputs, c.outputs};
     CHECK(!ask.formats(-1) && !ask.formats(in + out));
@@ -528,6 +544,8 @@ void test_illegal_fields() {
     refuse(fields_of(c).set("seed", "-1").list(), "seed: expected decimal digits");
     refuse(fields_of(c).set("num_slots", 0).list(), "num_slots: expected");
     refuse(fields_of(c).set("state_io", "").list(), "state_io: expected one of");
+    refuse(fields_of(c).set("plan_mode", "tokens").list(), "plan_mode: expected one of 'cursors', 'lengths'");
+    refuse(fields_of(c).set("plan_mode", "lengths").list(), "plan_mode: 'lengths' expects state_io 'host_pointer'");
     refuse(fields_of(c).set("num_layers", 0).list(), "num_layers: expected");
     refuse(fields_of(c).set("num_slots", INT32_MAX).list(), "num_slots: a table of");
     if (c.plugin == "ReplaySsmPlan") continue;

@@ -11,33 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm.builder.decoder import MODEL, export
-from trtllm_replayssm.number_formats import E2M1
-from trtllm_replayssm.runtime import CheckpointError, Engine
+from trtllm_replayssm.runtime import CheckpointError
 
 from ..runtime.conftest import TINY
+from .checkpoints import fp8_tensors, nvfp4, nvfp4_tensors, values_of
 from .test_engine_folders import built, layers, needs_rtx
 from .test_evaluation import CONFIG, SideBySide
 
 W4A4 = ("in_proj", "out_proj", "mixer.up_proj", "mixer.down_proj", "q_proj", "k_proj", "v_proj", "o_proj")
-MIDDLES = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
-
-
-def codes_of(values):
-    """E2M1 codes of fp32 values, rounded to nearest, ties to even."""
-    magnitude = values.abs()
-    low, high = torch.searchsorted(MIDDLES, magnitude), torch.searchsorted(MIDDLES, magnitude, right=True)
-    return (torch.where(low % 2 == 0, low, high) | (values < 0).int() << 3).to(torch.uint8)
-
-
-def nvfp4(values, scale):
-    """Codes and block scales, Model Optimizer's rule."""
-    blocks = values.float().unflatten(-1, (-1, 16))
-    scales = (blocks.abs().amax(-1) / (6 * scale)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
-    return codes_of(blocks / (scales.float() * scale)[..., None]), scales
-
-
-def values_of(codes, scales, scale):
-    return (torch.from_numpy(E2M1)[codes.int()] * (scales.float() * scale)[..., None]).flatten(-2)
 
 
 def quantize(folder):
@@ -52,18 +33,13 @@ def quantize(folder):
             continue
         if linear.endswith(W4A4) or name == "lm_head.weight":
             scale = tensors[name].float().abs().amax() / 2688
-            codes, scales = nvfp4(tensors[name], scale)
-            values[name] = values_of(codes, scales, scale)
-            flat = codes.flatten(1)
-            tensors[name] = flat[:, ::2] | flat[:, 1::2] << 4
-            tensors |= {f"{name}_scale": scales, f"{name}_scale_2": scale}
-            if name != "lm_head.weight":  # that is weight-only
-                tensors[f"{linear}.input_scale"] = torch.tensor(8 / 2688)
+            values[name] = values_of(*nvfp4(tensors[name], scale), scale)
+            tensors |= nvfp4_tensors(name, tensors[name])
+            if name == "lm_head.weight":  # weight-only
+                del tensors["lm_head.input_scale"]
         elif "shared_experts" in name:
-            scale = tensors[name].float().abs().amax() / 448
-            tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
-            values[name] = tensors[name].float() * scale
-            tensors |= {f"{name}_scale": scale, f"{linear}.input_scale": torch.tensor(0.1)}
+            tensors |= fp8_tensors(name, tensors[name])
+            values[name] = tensors[name].float() * tensors[f"{name}_scale"]
     tensors["backbone.layers.3.mixer.k_proj.k_scale"] = torch.tensor(0.1)
     save_file(tensors, packed / "model.safetensors")
     save_file({name: value.float() for name, value in values.items()}, plain / "model.safetensors")
@@ -125,5 +101,3 @@ def test_spoilt_scales(tmp_path):
         _scale=good[f"{name}_scale"][:, :8].clone(),
     )
     refused("in_proj.weight_scale' has dtype F32, expected one of F8_E4M3", _scale=good[f"{name}_scale"].float())
-    with pytest.raises(CheckpointError, match="the checkpoint is quantised"):
-        Engine(packed, device="cpu")

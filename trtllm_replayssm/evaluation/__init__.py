@@ -3,6 +3,6 @@
 
     from trtllm_replayssm.evaluation.drift import Drift
 
-`Texts` gives rows of tokens, `Subject` a checkpoint loaded once, `Decoder` decodes the rows in one configuration, and
+`Subject` is a checkpoint loaded once, `Decoder` decodes the rows in one configuration, and
 `Drift` compares configurations with FP32 states along the text.
 """

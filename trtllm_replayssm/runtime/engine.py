@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from .batch import Row
 from .drafter import Drafter
 from .loader import Loader
 from .mamba_mixer import STEPS
-from .memory import Memory, StateLost
+from .memory import Memory, StateLost, state_bytes
 from .model import Model
 from .model_config import ModelConfig
 from .mtp import MTP
@@ -236,14 +238,12 @@ class Serving:
         return rehearse(self.memory.pool, self._configs[mode], mode, steps)
 
     def memory_per_request(self, mode: str) -> int:
-        """Bytes of Mamba state that a request needs in `mode`. Replay: a slot, that is state, records and convolution
-        inputs. Conventional: state, convolution inputs and, with speculation, a snapshot for each token of a step."""
+        """Bytes of Mamba state that a request needs in `mode`, with speculation a snapshot for each token of a step
+        among them (`memory.state_bytes`).
+        """
         layout = SlotLayout(self.memory.pool.geometry, self._configs[mode])
-        if mode == "replay":
-            return self.memory.pool.num_layers * layout.slot_stride
-        states = 2 + self.draft_tokens if self.draft_tokens else 1
-        sections = layout.sections
-        return self.memory.pool.num_layers * (states * sections["checkpoint"].bytes + sections["conv_ring"].bytes)
+        snapshots = 1 + self.draft_tokens if self.draft_tokens else 0
+        return self.memory.pool.num_layers * state_bytes(layout, mode, snapshots)
 
     def _attribute_traffic(self, next_kind: str) -> None:
         """Books what the pool counted since the last call to the kind of step that ran, and notes the kind that comes.
@@ -379,7 +379,9 @@ class Engine(Serving):
     """A model with its memory, serving up to `max_batch` sequences at once; more wait in line.
 
     Args:
-        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format.
+        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format. Weights
+            that Model Optimizer quantised (NVFP4, FP8) become numbers of `dtype` when they are loaded, layer by layer;
+            activations are not quantised. `dequantized` has the formats by weight.
         mode: "replay" (ReplaySSM) or "conventional" (the state is read and written every token).
         device: "cpu", "cuda", "cuda:1" …; None: CUDA where there is a GPU and the library has the CUDA ops.
         dtype: "float32", "bfloat16" or "float16"; None: as the checkpoint says on CUDA, float32 on the CPU.
@@ -404,6 +406,7 @@ class Engine(Serving):
             order.
         cuda_graphs: None: on CUDA unless `deterministic`.
         progress: show a bar on stderr while weights load.
+        allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
 
     Raises:
         CheckpointError: the checkpoint is incomplete or not understood, before anything is allocated.
@@ -429,6 +432,7 @@ class Engine(Serving):
         deterministic: bool = False,
         cuda_graphs: bool | None = None,
         progress: bool = False,
+        allow: Several[str] = (),
     ):
         if mode not in _MODES:
             raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
@@ -457,7 +461,10 @@ class Engine(Serving):
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
             "conventional": _replay_config(config, dtype, drafts, 2 * (1 + drafts)),
         }
-        weights = Weights(checkpoint, config)
+        weights = Weights(checkpoint, config, allow)
+        self.dequantized = dict(weights.quantized)
+        if self.dequantized:
+            warnings.warn(_what_is_dequantized(checkpoint, self.dequantized, DTYPES[dtype]), stacklevel=2)
         if speculation == "mtp":
             MTP.require(checkpoint, config, weights)
         tokenizer = Tokenizer(checkpoint)
@@ -560,3 +567,12 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
     return device
+
+
+def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
+    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
+    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
+    return (
+        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
+        f"({', '.join(places)}); activations are not quantised"
+    )

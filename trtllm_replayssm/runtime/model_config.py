@@ -90,11 +90,8 @@ class ModelConfig:
         return self.d_inner + 2 * self.mamba_groups * self.state_dim
 
     @classmethod
-    def read(cls, checkpoint: str | Path, quantized: bool = False) -> ModelConfig:
-        """Reads `checkpoint`/config.json. Raises CheckpointError naming the key that is missing or not understood.
-
-        quantized: whether the caller takes a checkpoint that Model Optimizer quantised.
-        """
+    def read(cls, checkpoint: str | Path) -> ModelConfig:
+        """Reads `checkpoint`/config.json. Raises CheckpointError naming the key that is missing or not understood."""
         path = Path(checkpoint) / "config.json"
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_float_objects)
@@ -106,7 +103,7 @@ class ModelConfig:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path}: holds a {type(raw).__name__}, expected a JSON object")
-        return _Reader(path, raw, quantized).model()
+        return _Reader(path, raw).model()
 
 
 def _float_objects(obj: dict) -> Any:
@@ -115,8 +112,8 @@ def _float_objects(obj: dict) -> Any:
 
 
 class _Reader:
-    def __init__(self, path: Path, raw: dict, quantized: bool):
-        self.path, self.raw, self.quantized = path, raw, quantized
+    def __init__(self, path: Path, raw: dict):
+        self.path, self.raw = path, raw
 
     def fail(self, message: str):
         raise CheckpointError(f"{self.path}: {message}")
@@ -160,10 +157,6 @@ class _Reader:
     def model(self) -> ModelConfig:
         if (kind := self.raw.get("model_type")) != "nemotron_h":
             self.fail(f"model_type is {kind!r}, expected 'nemotron_h'")
-        if "quantization_config" in self.raw and not self.quantized:
-            self.fail(
-                "the checkpoint is quantised (quantization_config); this runtime reads fp32, bf16 and fp16 weights"
-            )
         # Set in no released checkpoint: refusing is better than a guess that nothing verifies.
         for key in ("attention_bias", "sliding_window"):
             if self.raw.get(key):
@@ -175,6 +168,8 @@ class _Reader:
         layers = self.layer_kinds(("layers_block_type", "layer_types"), "hybrid_override_pattern")
         if layers is None:
             self.fail("neither 'layers_block_type' nor 'hybrid_override_pattern' is present")
+        if (count := self.get(int, "num_hidden_layers", default=len(layers))) != len(layers):
+            self.fail(f"num_hidden_layers is {count}, but the layer pattern has {len(layers)} layers")
         if MAMBA not in layers:
             self.fail("the layer pattern has no Mamba layer ('M'), expected at least one")
         depths = self.get(int, "num_nextn_predict_layers", default=0)
@@ -251,6 +246,8 @@ class _Reader:
             self.fail(
                 f"n_group {groups} leaves less than 2 of {experts} experts a group, but a group counts by its two best"
             )
+        if (shared := self.get(int, "n_shared_experts", default=1)) != 1:
+            self.fail(f"n_shared_experts is {shared}, supported is 1")
         if chosen > experts // groups * groups_chosen:
             self.fail(f"num_experts_per_tok is {chosen}, but only {experts // groups * groups_chosen} can be chosen")
         return dict(

@@ -105,9 +105,15 @@ typedef struct {
 
 /* A slice of a slot: bytes from the slot's start, both multiples of 256 but for the true size of `bytes`. */
 typedef struct {
-  int64_t offset;
-  int64_t bytes; /* 0: the section does not exist */
+  int64_t offset; /* -1: the section lies elsewhere (replayssm_layout_external) */
+  int64_t bytes;  /* 0: the section does not exist */
 } replayssm_section;
+
+/* Sections that can lie outside of the slots' blobs. */
+enum {
+  REPLAYSSM_EXTERNAL_CHECKPOINT = 1, /* an engine's own states: [P,N] a head, heads in order, in a plain format */
+  REPLAYSSM_EXTERNAL_CONV_RING = 2   /* the engine runs the convolution itself: conv_step and conv tails are refused */
+};
 
 /* The one definition of how a slot lies in memory. Sections, all row-major:
  *   checkpoint, read_copy: a chunk a head, in its format
@@ -145,9 +151,11 @@ typedef struct {
   int64_t read_copy_head_bytes;
   replayssm_section checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
   int64_t slot_stride; /* bytes from slot to slot of one layer, a multiple of 256 */
+  int32_t external;    /* REPLAYSSM_EXTERNAL_* */
 } replayssm_layout;
 
-/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes), both multiples of 16. */
+/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes), both multiples of 16.
+ * Sections need not share a stride: one blob a slot is the special case. */
 typedef struct {
   void* base;
   int64_t slot_stride;
@@ -231,7 +239,8 @@ typedef enum {
   REPLAYSSM_ROW_SLOT_OPEN = 2,      /* slot with an outstanding plan, or named twice */
   REPLAYSSM_ROW_SLOT_INVALID = 3,   /* slot must be reset, loaded or restored first; expected: its flags */
   REPLAYSSM_ROW_COUNT_RANGE = 4,    /* count < 0 */
-  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count */
+  REPLAYSSM_ROW_TOKEN_RANGE = 5,    /* the row's tokens lie beyond the token tensors; given: first + count (in
+                                       plan_lengths: their end is not where expected) */
   REPLAYSSM_ROW_TOO_LONG = 6,       /* step got a row of more than max_step_tokens */
   REPLAYSSM_ROW_ACCEPTED_RANGE = 7, /* accepted outside 0..count, not the whole count of folded tokens, or a row that
                                        the op refused */
@@ -240,8 +249,10 @@ typedef enum {
   REPLAYSSM_ROW_HAS_RECORDS = 10,   /* conventional_step or _verify of a slot that holds records; given: their number */
   REPLAYSSM_ROW_HAS_SNAPSHOTS = 11, /* anything but conventional_verify of a slot whose state is a snapshot; given: the
                                        slot */
-  REPLAYSSM_ROW_STATE_NOT_FINITE = 12 /* the state that the row stored holds a NaN or an infinity, in its format; given:
-                                         the head, expected: the layer */
+  REPLAYSSM_ROW_STATE_NOT_FINITE = 12, /* the state that the row stored holds a NaN or an infinity, in its format;
+                                          given: the head, expected: the layer */
+  REPLAYSSM_ROW_LENGTH_RANGE = 13 /* plan_lengths: a prompt of no token, or a decode step before its first generated
+                                     token; given: tokens of the prompt, or generated, expected: the least */
 } replayssm_row_error;
 
 /* Traffic counters, int64 each, added up by commit for one layer. */
@@ -317,7 +328,13 @@ REPLAYSSM_API replayssm_status replayssm_load_kernels(void);
 /* Checks geometry and config, each value by name, and computes the layout. */
 REPLAYSSM_API replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
                                                      replayssm_layout* layout);
-/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on; first_head is 0. */
+/* The same, with the sections that `external` names left out of the blob. Refused with
+ * REPLAYSSM_EXTERNAL_CHECKPOINT: FP8_SR and NVFP4, whose chunks are no plain tensors. */
+REPLAYSSM_API replayssm_status replayssm_layout_external(const replayssm_geometry* geometry,
+                                                         const replayssm_config* config, int32_t external,
+                                                         replayssm_layout* layout);
+/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on; first_head is 0. Buffers of
+ * external sections are NULL: a caller that has an external checkpoint fills its buffer in. */
 REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void* base, int32_t layer,
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
@@ -339,6 +356,11 @@ REPLAYSSM_API const char* replayssm_dtype_name(int32_t dtype);
 /* Empties slots: tokens = history = writes = 0, whatever their state. slots int32 [rows] (-1: skipped), streams int64
  * [rows]. Touches no layer memory: an empty slot's checkpoint and rings are never read. */
 REPLAYSSM_API replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table,
+                                               const int32_t* slots, const int64_t* streams, int32_t rows);
+/* What reset does, but the state of the slots is what their checkpoints hold (writes = 1), put there by another, for
+ * instance an engine's own prefill. With a read copy, replayssm_refresh_read_copy must follow in every layer. A slot
+ * may be named twice. */
+REPLAYSSM_API replayssm_status replayssm_adopt(const replayssm_exec* exec, const replayssm_table* table,
                                                const int32_t* slots, const int64_t* streams, int32_t rows);
 /* Snapshots the cursors of each row's slot, decides which rows flush, and opens the slots. slots int32 [rows], -1 =
  * padded row; counts int32 [rows], or NULL: uniform_count each. Live slots must be distinct, closed and valid. */
@@ -376,6 +398,23 @@ REPLAYSSM_API replayssm_status replayssm_plan_next(const replayssm_exec* exec, c
                                                    const int32_t* slots, const int32_t* counts, const int32_t* accepted,
                                                    int32_t rows, int32_t row_tokens, void* plan,
                                                    replayssm_error* status);
+
+/* A plan for a runtime that keeps no cursors of ours, only two lengths a sequence (TensorRT-LLM's engine runtime). All
+ * rows are prompts, or all are decode steps of one token each, and all that a cursor would say follows from the
+ * lengths: prompts:  the sequence begins (tokens = history = writes = 0) and brings prompt_lengths[i] tokens, for
+ * prefill. steps:    k = sequence_lengths[i] - prompt_lengths[i] - 1 tokens were decoded before, the one of this step
+ * not among them; tokens = prompt_lengths[i] + k; history = k ? (k - 1) mod L + 1 : 0; writes = 1 + max(k - 1, 0) / L,
+ * which is where steps of one token lead after a prefill. For step. The stream is 0. The rows' tokens are packed: those
+ * of row i end at token_ends[i] (inclusive prefix sums, so the last one is num_tokens), and must be as many as the row
+ * brings. slots, prompt_lengths, sequence_lengths (read for steps only), token_ends int32 [rows]. Slots have no state
+ * but their memory: nothing is opened, and there is no commit. error [1] is overwritten: code 0, or the first row that
+ * is refused. Layer ops take it as the error word of a table whose cursors they do not read. */
+REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                                      const replayssm_config* config, int32_t num_slots,
+                                                      const int32_t* slots, const int32_t* prompt_lengths,
+                                                      const int32_t* sequence_lengths, const int32_t* token_ends,
+                                                      int32_t rows, int32_t prompts, void* plan,
+                                                      replayssm_error* error);
 
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
@@ -448,6 +487,13 @@ REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, con
                                                  const replayssm_config* config, const replayssm_layer* layer,
                                                  const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                  const float* state, const float* conv_tail);
+/* Casts the read copies of slots anew from their checkpoints as stored. slots int32 [rows]; -1 and empty slots are
+ * skipped, a slot may be named twice. The slots must be closed and not SNAPSHOT. Needs a config with a read copy. */
+REPLAYSSM_API replayssm_status replayssm_refresh_read_copy(const replayssm_exec* exec,
+                                                           const replayssm_geometry* geometry,
+                                                           const replayssm_config* config, const replayssm_layer* layer,
+                                                           const replayssm_table* table, const int32_t* slots,
+                                                           int32_t rows);
 /* Copies whole slots, all layers and cursors: slot src[i] of layer l, at data + l*layer_stride + slot*slot_stride
  * (slot_stride bytes). Sources must be closed and valid, destinations closed, distinct and no sources; neither
  * SNAPSHOT. */

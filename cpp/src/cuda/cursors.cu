@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reset, plan, plan_next, commit, abandon: the ops that touch cursors. A thread owns a row.
+// reset, plan, plan_next, plan_lengths, commit, abandon: the ops that make plans or move cursors. A thread owns a row.
 //
 // plan and plan_next are one kernel, of one CTA that walks the rows in tiles of its size. Within a tile every row first
 // looks at its slot's flags, then the rows whose slot is usable bid for it with an atomicMax on the flags word (the
 // lowest row bids highest), and only the winner opens it: a slot named twice is refused for every row but the first,
 // whatever the scheduling. (plan_next takes open slots too, so what a tile has planned stays marked until the last
 // one.) Then two block-wide prefix sums give each row its first token and each flushing row its place in the flush
-// list.
+// list. plan_lengths has no cursors to bid for: a row looks for its slot in the rows before it.
 #include "common.cuh"
 
 namespace replayssm {
@@ -25,10 +25,11 @@ __device__ bool slot_in_range(const replayssm_table& table, const int32_t* slots
   return false;
 }
 
-__global__ void reset_kernel(replayssm_table table, const int32_t* slots, const int64_t* streams, int32_t rows) {
+__global__ void reset_kernel(replayssm_table table, const int32_t* slots, const int64_t* streams, int32_t rows,
+                             int64_t writes) {
   const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
   if (i >= rows || !slot_in_range(table, slots, i) || slots[i] < 0) return;
-  table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+  table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), writes, 0, 0};
 }
 
 // Inclusive prefix sum over the CTA; `total` is the sum of all. Ends with warp_sums free for the next call.
@@ -187,6 +188,55 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
   }
 }
 
+__global__ __launch_bounds__(kPlanThreads) void plan_lengths_kernel(Problem problem, LengthsArgs args, int32_t rows,
+                                                                    void* plan, replayssm_error* error) {
+  __shared__ int64_t warp_sums[kPlanThreads / 32];
+  auto* header = static_cast<replayssm_plan_header*>(plan);
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  if (threadIdx.x == 0) *error = {};
+  __syncthreads();
+
+  int64_t live_before = 0, flushes_before = 0;
+  for (int64_t tile = 0; tile < rows; tile += kPlanThreads) {
+    const int32_t i = static_cast<int32_t>(tile) + threadIdx.x;
+    const bool exists = tile + threadIdx.x < rows;
+    bool live = false;
+    replayssm_plan_row row{};
+    if (exists) {
+      const int32_t slot = args.slots[i];
+      row = padded_plan_row(i ? args.token_ends[i - 1] : 0, 0);
+      if (slot != -1) {
+        LengthsRow planned_row = row_of_lengths(problem, args, i);
+        for (int32_t j = 0; j < i && planned_row.error == REPLAYSSM_ROW_OK; ++j) {
+          if (args.slots[j] == slot) planned_row.error = REPLAYSSM_ROW_SLOT_OPEN, planned_row.given = slot;
+        }
+        live = planned_row.error == REPLAYSSM_ROW_OK;
+        if (live) {
+          row = planned_row.row;
+        } else {
+          report(error, planned_row.error, i, planned_row.given, planned_row.expected);
+        }
+      }
+      planned[i] = row;
+    }
+    const bool flush = live && (row.flags & REPLAYSSM_ROW_FLUSH);
+    int64_t in_tile;  // flushing rows, and live rows above bit 32
+    const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(live) << 32), warp_sums, &in_tile);
+    if (flush) flush_rows[flushes_before + static_cast<int32_t>(through) - 1] = i;
+    flushes_before += static_cast<int32_t>(in_tile);
+    live_before += in_tile >> 32;
+  }
+  if (threadIdx.x == 0) {
+    replayssm_plan_header filled{};
+    filled.rows = rows;
+    filled.num_tokens = rows ? args.token_ends[rows - 1] : 0;
+    filled.num_live = static_cast<int32_t>(live_before);
+    filled.num_flush = static_cast<int32_t>(flushes_before);
+    *header = filled;
+  }
+}
+
 __device__ bool still_planned(const replayssm_table& table, const replayssm_plan_row& row, int32_t i) {
   if (planned_by(table.cursors[row.slot], row)) return true;
   report(table.error, REPLAYSSM_ROW_NOT_PLANNED, i, row.slot, 0);
@@ -225,9 +275,9 @@ int64_t row_blocks(int32_t rows) { return (static_cast<int64_t>(rows) + kRowThre
 }  // namespace
 
 replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table, const int32_t* slots,
-                       const int64_t* streams, int32_t rows) {
+                       const int64_t* streams, int32_t rows, int64_t writes) {
   if (rows == 0) return REPLAYSSM_OK;
-  return launch("reset", reset_kernel, row_blocks(rows), kRowThreads, 0, exec, table, slots, streams, rows);
+  return launch("reset", reset_kernel, row_blocks(rows), kRowThreads, 0, exec, table, slots, streams, rows, writes);
 }
 
 replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
@@ -244,6 +294,11 @@ replayssm_status plan_next(const replayssm_exec& exec, const Problem& problem, c
                 NextArgs{accepted, row_tokens, folded, status});
 }
 
+replayssm_status plan_lengths(const replayssm_exec& exec, const Problem& problem, const LengthsArgs& args, int32_t rows,
+                              void* plan, replayssm_error* error) {
+  return launch("plan_lengths", plan_lengths_kernel, 1, kPlanThreads, 0, exec, problem, args, rows, plan, error);
+}
+
 replayssm_status commit(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
                         const int32_t* accepted, replayssm_plan_use use) {
   if (rows == 0) return REPLAYSSM_OK;
@@ -258,8 +313,9 @@ replayssm_status abandon(const replayssm_exec& exec, const replayssm_table& tabl
 }
 
 cudaError_t load_cursor_kernels() {
-  for (cudaError_t error : {load_kernel(reset_kernel), load_kernel(plan_kernel<false>), load_kernel(plan_kernel<true>),
-                            load_kernel(commit_kernel), load_kernel(abandon_kernel)}) {
+  for (cudaError_t error :
+       {load_kernel(reset_kernel), load_kernel(plan_kernel<false>), load_kernel(plan_kernel<true>),
+        load_kernel(plan_lengths_kernel), load_kernel(commit_kernel), load_kernel(abandon_kernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

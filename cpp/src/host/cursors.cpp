@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reset, plan, plan_next, commit, abandon on the host. Each checks every row before it changes the first cursor.
+// reset, plan, plan_next, plan_lengths, commit, abandon on the host. Each checks every row before it changes the first
+// cursor.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,12 +22,12 @@ bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i
 }  // namespace
 
 replayssm_status reset(const replayssm_exec&, const replayssm_table& table, const int32_t* slots,
-                       const int64_t* streams, int32_t rows) {
+                       const int64_t* streams, int32_t rows, int64_t writes) {
   for (int32_t i = 0; i < rows; ++i)
     if (!slot_in_range(table, slots, i)) return REPLAYSSM_OK;
   for (int32_t i = 0; i < rows; ++i) {
     if (slots[i] < 0) continue;
-    table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+    table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), writes, 0, 0};
   }
   return REPLAYSSM_OK;
 }
@@ -127,6 +128,35 @@ replayssm_status plan_next(const replayssm_exec&, const Problem& problem, const 
     }
   }
   if (status) *status = *table.error;
+  return REPLAYSSM_OK;
+}
+
+replayssm_status plan_lengths(const replayssm_exec&, const Problem& problem, const LengthsArgs& args, int32_t rows,
+                              void* plan, replayssm_error* error) {
+  auto* header = static_cast<replayssm_plan_header*>(plan);
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  *error = {};
+  for (int32_t i = 0; error->code == REPLAYSSM_ROW_OK && i < rows; ++i) {
+    if (args.slots[i] == -1) continue;
+    LengthsRow row = row_of_lengths(problem, args, i);
+    if (row.error == REPLAYSSM_ROW_OK && named_before(args.slots, i))
+      row.error = REPLAYSSM_ROW_SLOT_OPEN, row.given = args.slots[i], row.expected = 0;
+    if (row.error != REPLAYSSM_ROW_OK) *error = {row.error, i, row.given, row.expected, 0};
+  }
+
+  *header = {};
+  header->rows = rows;
+  header->num_tokens = rows ? args.token_ends[rows - 1] : 0;
+  for (int32_t i = 0; i < rows; ++i) {
+    if (error->code == REPLAYSSM_ROW_OK && args.slots[i] >= 0) {
+      planned[i] = row_of_lengths(problem, args, i).row;
+      header->num_live += 1;
+      if (planned[i].flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
+    } else {
+      planned[i] = padded_plan_row(i ? args.token_ends[i - 1] : 0, 0);
+    }
+  }
   return REPLAYSSM_OK;
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..runtime.tokenizer import Tokenizer
+from .tokenizer import Tokenizer
 
 
 def read_rows(tokenizer: Tokenizer, files: Sequence[str | Path], rows: int, tokens: int) -> torch.Tensor:
