@@ -1056,7 +1056,7 @@ std::vector<Setup> setups(int32_t steps, int32_t few, bool quick) {
 
 int main(int argc, char** argv) {
   const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown";
-  int32_t steps = 1000, few = 60, part = 0, parts = 1;
+  int32_t steps = 1000, few = 32, part = 0, parts = 1;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
