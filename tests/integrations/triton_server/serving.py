@@ -27,7 +27,8 @@ from trtllm_replayssm.integrations.triton_server.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny-nemotron-h"
-DEADLINE = 120  # no server of a test lives longer, whatever happens
+SOAK = int(os.environ.get("REPLAYSSM_SOAK_REQUESTS", "640"))  # of test_memory_is_flat; 5000 for the long run
+DEADLINE = 120 + SOAK // 10  # no server of a test lives longer, whatever happens
 
 
 def server_python() -> Path:

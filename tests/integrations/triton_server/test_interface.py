@@ -120,6 +120,7 @@ def test_settings_survive_the_config():
         ({"interface": "openai"}, "interface is 'openai', expected one of llmapi, ensemble"),
         ({"backend": "onnx"}, "backend is 'onnx'"),
         ({"draft_tokens": "3"}, "draft_tokens and adaptive need speculation"),
+        ({"max_waiting": "-1"}, "max_waiting is -1, expected at least 0"),
         ({"executor": "reference"}, "executor needs backend engine"),
         ({"backend": "engine", "window": "8"}, "window: the engine folder says that already"),
     ],

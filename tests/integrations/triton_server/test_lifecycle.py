@@ -25,7 +25,7 @@ from .solo import solo
 
 PROMPT = PROMPTS[0]
 # Steps of 15 drafts each, one pass of the MTP head after the other: slow enough to be counted from outside.
-SLOW = {"context": 512, "max_batch": 1, "speculation": "mtp", "draft_tokens": 15}
+SLOW = {"context": 512, "max_batch": 1, "max_waiting": 1, "speculation": "mtp", "draft_tokens": 15}
 
 
 @pytest.fixture
@@ -104,6 +104,18 @@ def test_kill_9_and_restart(tmp_path):
     assert "tritonserver ended by itself with -9" in (tmp_path / "tritonserver").read_text()
 
 
+def test_who_comes_when_the_line_is_full_is_told_so(slow):
+    with Client(slow.grpc) as running, Client(slow.grpc) as waiting:
+        answers = running.stream(PROMPT, sampling_param_max_tokens=480, streaming=True)
+        next(answers)
+        waiting.send(waiting.tensors(text_input=PROMPT, sampling_param_max_tokens=8))
+        slow.metrics_when(lambda metrics: metrics["requests_waiting"] == 1)
+        status, answer = slow.generate(text_input=PROMPT)
+        assert (status, answer["error"]) == (400, "1 requests wait already: come again later")
+        running.close(cancel=True)
+        assert waiting.receive(30).text == solo(PROMPT, SamplingParams(max_tokens=8)).text
+
+
 def test_refused_requests_have_the_status_invalid_argument(slow):
     """Streams have statuses only if they ask for them, which now and then crashes this version of tritonserver."""
     for inputs in ({"text_input": ""}, {"text_input": PROMPT, "sampling_param_max_tokens": -1}):
@@ -140,7 +152,6 @@ def test_broken_models_are_reported_by_name(tmp_path):
     write("truncated")
     write("tree", lambda text: text.replace('"ngram"', '"tree"'), speculation="ngram")
     write("unknown", lambda text: text + "nonsense: 1\n")
-    write("wrong", lambda text: text.replace('string_value: "1"', 'string_value: "many"'))
     os.truncate(checkpoint / "model.safetensors", 1000)
     server = Launched(models, tmp_path / "log")
     try:
@@ -154,7 +165,6 @@ def test_broken_models_are_reported_by_name(tmp_path):
         ("truncated", f"{checkpoint / 'model.safetensors'}: not a complete safetensors file"),
         ("unknown", "its config.pbtxt was not accepted"),
         ("tree", "speculation 'tree' drafts trees, which ReplaySSM cannot verify"),
-        ("wrong", "parameter 'max_batch' is 'many', expected an integer"),
     ):
         reported = error[error.index(f"model {name!r} could not be loaded") :]
         assert reason in reported.split("; model ")[0]

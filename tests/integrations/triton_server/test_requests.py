@@ -2,7 +2,6 @@
 """What clients get from a real tritonserver: texts, streams, errors, their slots back."""
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.interface import ENSEMBLE, LLMAPI
 from trtllm_replayssm.runtime import SamplingParams
 
-from .serving import Launched, ended, write_repository
+from .serving import SOAK, Launched, ended, write_repository
 from .solo import assert_solo, solo
 
 PROMPT = PROMPTS[0]
@@ -252,11 +251,8 @@ def test_only_loopback_listens_and_taken_ports_are_refused(server, tmp_path):
     assert server.generate(text_input=PROMPT, max_tokens=4)[0] == 200
 
 
-SOAK = int(os.environ.get("REPLAYSSM_SOAK_REQUESTS", "640"))
-
-
 def test_memory_is_flat(server):
-    """REPLAYSSM_SOAK_REQUESTS=5000 for the long run."""
+    """With every fourth request refused."""
     processes = [psutil.Process(server.pid_of(name)) for name in ("tritonserver", "triton_python_backend_stub")]
     lengths = itertools.cycle((1, 4, 9))
     with Client(server.grpc) as client:

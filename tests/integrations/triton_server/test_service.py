@@ -3,11 +3,12 @@
 
 import queue
 import threading
+import time
 
 import pytest
 from runtime.prompts import PROMPTS
 
-from trtllm_replayssm.integrations.triton_server.service import Request, Service
+from trtllm_replayssm.integrations.triton_server.service import Overloaded, Request, Service
 from trtllm_replayssm.runtime import Engine, SamplingParams
 
 from .serving import TINY
@@ -20,8 +21,9 @@ class Client:
     def __init__(self, patience=None):
         self.patience, self.texts, self.end = patience, [], queue.SimpleQueue()
 
-    def grown(self, request):
-        self.texts.append(request.text)
+    def grown(self, text, first):
+        assert first == len("".join(self.texts))
+        self.texts.append(text[first:])
 
     def finished(self, request):
         self.end.put(request)
@@ -30,7 +32,7 @@ class Client:
         self.end.put(error)
 
     def left(self):
-        return self.patience is not None and len(self.texts) >= self.patience
+        return self.patience is not None and len(self.request.sequence.tokens) >= self.patience
 
 
 class Held(Engine):
@@ -50,9 +52,9 @@ class Held(Engine):
 def serve():
     services = []
 
-    def make(**options):
+    def make(max_waiting=100, **options):
         published, log = [], []
-        service = Service(Held(**options), lambda *values: published.append(values), log.append)
+        service = Service(Held(**options), max_waiting, lambda *values: published.append(values), log.append)
         service.published, service.log = published, log
         services.append(service)
         return service
@@ -65,7 +67,8 @@ def serve():
 
 
 def ask(service, client, prompt=PROMPTS[0], id="", **params):
-    service.submit(Request(client, id, service.encode(prompt), SamplingParams(stop_tokens=(), **params)))
+    client.request = Request(client, id, service.encode(prompt), SamplingParams(stop_tokens=(), **params))
+    service.submit(client.request)
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 4, 5, 17])
@@ -76,8 +79,9 @@ def test_who_leaves_frees_the_slot_within_8_steps(serve, patience):
     ask(service, leaving, max_tokens=400)
     ask(service, waiting, max_tokens=4)
     service.engine.go.set()
-    assert leaving.end.get(timeout=30).sequence.finish_reason == "cancelled"
-    assert patience <= len(leaving.texts) <= patience + 8
+    sequence = leaving.end.get(timeout=30).sequence
+    assert sequence.finish_reason == "cancelled"
+    assert patience <= len(sequence.tokens) <= patience + 8
     assert waiting.end.get(timeout=30).text == solo(PROMPTS[0], SamplingParams(max_tokens=4, stop_tokens=())).text
 
 
@@ -90,13 +94,25 @@ def test_who_waits_and_leaves_is_taken_out_of_the_line(serve):
     assert len(running.end.get(timeout=30).sequence.tokens) == 100
 
 
+def test_more_than_max_waiting_are_told_to_come_later(serve):
+    service = serve(max_waiting=2, max_batch=1)
+    service.engine.go.clear()
+    clients = [Client() for _ in range(5)]
+    for client in clients:
+        ask(service, client, max_tokens=3)
+    service.engine.go.set()
+    ends = [client.end.get(timeout=30) for client in clients]
+    assert [isinstance(end, Overloaded) for end in ends] == [False] * 3 + [True] * 2
+    assert "2 requests wait already" in str(ends[-1])
+
+
 def test_growing_text_and_statistics(serve):
     service = serve(max_batch=2, speculation="mtp")
     client = Client()
     ask(service, client, max_tokens=40)
     request = client.end.get(timeout=30)
     assert request.text == solo(PROMPTS[0], SamplingParams(max_tokens=40, stop_tokens=())).text
-    assert all(request.text.startswith(text) for text in client.texts)
+    assert request.text.startswith("".join(client.texts)) and request.given == len("".join(client.texts))
     service.stop()
     statistics, running, waiting, ended = service.published[-1]
     assert (running, waiting, ended["length"], sum(ended.values())) == (0, 0, 1, 1)
@@ -174,3 +190,33 @@ def test_stopping_finishes_what_runs(serve):
     ask(service, client, max_tokens=50)
     service.stop()
     assert len(client.end.get(timeout=1).sequence.tokens) == 50
+
+
+def test_slow_answers_do_not_hold_up_the_steps(serve):
+    """Steps go on meanwhile, and what has grown is given in larger pieces; one that cannot be answered fails alone."""
+    service = serve(max_batch=3)
+    service.engine.go.clear()
+    slow, broken, quick = Client(), Client(), Client()
+    block, grown = threading.Event(), slow.grown
+
+    def wait(text, first):
+        block.wait(30)
+        grown(text, first)
+
+    def fail(*_):
+        raise OverflowError("no such number")
+
+    slow.grown, broken.grown, broken.finished = wait, fail, fail
+    for client in (slow, broken, quick):
+        ask(service, client, max_tokens=60)
+    service.engine.go.set()
+    deadline = time.monotonic() + 30
+    while slow.request.sequence is None or slow.request.sequence.finish_reason is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    block.set()
+    for client in (slow, quick):
+        text = client.end.get(timeout=30).text
+        assert text == solo(PROMPTS[0], SamplingParams(max_tokens=60, stop_tokens=())).text
+        assert text.startswith("".join(client.texts)) and len(client.texts) < 5
+    assert set(service.log) == {"an answer failed: OverflowError: no such number"}

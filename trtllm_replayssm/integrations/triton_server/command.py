@@ -12,10 +12,6 @@ import time
 from pathlib import Path
 
 _DIRECTORIES = ("template", "tokenizer")
-_SETTINGS = {
-    *("executor", "interface", "name", "mode", "device", "dtype", "max_batch", "context", "prefill_chunk", "window"),
-    *("checkpoint_format", "read_copy", "speculation", "draft_tokens", "adaptive", "deterministic", "tensor_parallel"),
-}
 
 
 def add_commands(commands, window) -> None:
@@ -41,6 +37,7 @@ def add_commands(commands, window) -> None:
     repo.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if the server finds one that can be used")
     repo.add_argument("--dtype", help="float32, bfloat16, float16; default: the checkpoint's; float32 on the CPU")
     repo.add_argument("--max-batch", type=int, metavar="N", help="sequences at once; more wait in line; default: 32")
+    repo.add_argument("--max-waiting", type=int, metavar="N", help="requests in line; more are refused; default: 1024")
     repo.add_argument("--context", type=int, metavar="N", help="most tokens of a sequence; default: at most 4096")
     repo.add_argument("--prefill-chunk", type=int, metavar="N", help="most prompt tokens of a pass; default: 512")
     repo.add_argument("--window", type=window, metavar="N", help="as for generate")
@@ -110,10 +107,12 @@ def _repo(options) -> int:
 
 
 def _templates(options) -> int:
+    from .settings import Settings
     from .templates import write
 
     taken = {"max_batch", "context", "checkpoint_format", "draft_tokens", "speculation", "tensor_parallel"}
-    for name in _SETTINGS - taken:
+    ours = {"name", *Settings.__dataclass_fields__} - {"model", "backend"}
+    for name in sorted(ours - taken):
         if getattr(options, name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')}: not with --backend trtllm, where ReplaySSM is set by the environment, "

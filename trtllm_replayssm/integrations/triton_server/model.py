@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from .interface import INTERFACES
 from .metrics import Metrics
-from .service import Request, Service
+from .service import Overloaded, Request, Service
 from .settings import Settings
 
 
@@ -32,7 +32,7 @@ class TritonPythonModel:
         self._interface = INTERFACES[settings.interface]
         metrics = Metrics(pb_utils, name, engine.memory.pool.num_slots)
         log = lambda text: pb_utils.Logger.log_error(f"model {name!r}: {text}")  # noqa: E731
-        self._service = Service(engine, metrics.publish, log)
+        self._service = Service(engine, settings.max_waiting, metrics.publish, log)
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -47,7 +47,7 @@ class TritonPythonModel:
                     continue
                 tokens = self._service.encode(wish.prompt)
                 self._service.submit(Request(client, request.request_id(), tokens, wish.params))
-            except (ValueError, TypeError) as error:
+            except Exception as error:
                 self._service.refused()
                 client.failed(error)
 
@@ -65,9 +65,9 @@ class _Client:
         self._gone = False
         self.stream, self.echo = False, ""
 
-    def grown(self, request) -> None:
+    def grown(self, text: str, first: int) -> None:
         if self.stream:
-            self.send({"text_output": self._text(request)}, final=False)
+            self.send({"text_output": self._text(text, first)}, final=False)
 
     def finished(self, request) -> None:
         if request.sequence.finish_reason == "cancelled":
@@ -76,7 +76,7 @@ class _Client:
         acceptance = sequence.acceptance
         self.send(
             {
-                "text_output": self._text(request),
+                "text_output": self._text(request.text, request.given),
                 "finish_reason": sequence.finish_reason,
                 "num_input_tokens": len(sequence.prompt),
                 "num_output_tokens": len(sequence.tokens),
@@ -92,17 +92,20 @@ class _Client:
         )
 
     def failed(self, error: Exception) -> None:
-        fault = isinstance(error, (ValueError, TypeError))
-        kind = pb_utils.TritonError.INVALID_ARG if fault else pb_utils.TritonError.INTERNAL
+        kind = pb_utils.TritonError.INTERNAL
+        if isinstance(error, (ValueError, TypeError)):
+            kind = pb_utils.TritonError.INVALID_ARG
+        elif isinstance(error, Overloaded):
+            kind = pb_utils.TritonError.UNAVAILABLE
         self._fail(pb_utils.TritonError(str(error), kind))
 
     def left(self) -> bool:
         return self._gone or self._sender.is_cancelled()
 
-    def _text(self, request) -> str:
+    def _text(self, text: str, first: int) -> str:
         if not self.stream or self._interface.cumulative:
-            return self.echo + request.text
-        return (self.echo if not request.given else "") + request.text[request.given :]
+            return self.echo + text
+        return text[first:] if first else self.echo + text
 
     def send(self, values: dict, final: bool) -> None:
         values = values | {name: 0 for name in self._interface.constants} if values else {}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a served engine: requests come and go from other threads, one thread steps the engine for all of them."""
+"""The loop of a served engine: requests come from other threads, one thread steps the engine for all of them, another
+gives the answers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from ...runtime.sampler import SamplingParams
@@ -19,16 +22,23 @@ _LOOK_RUNNING, _LOOK_WAITING = 4, 64
 _PUBLISH_SECONDS = 0.25
 
 
+class Overloaded(RuntimeError):
+    """Too many requests wait already."""
+
+
 class Client(Protocol):
-    """Who asked. Every method is called in the service's thread, `finished` or `failed` last and once."""
+    """Who asked. `left` is called in the thread of the steps, the others in that of the answers, `finished` or `failed`
+    last and once.
+    """
 
-    def grown(self, request: Request) -> None:
-        """There is more text."""
+    def grown(self, text: str, first: int) -> None:
+        """The text so far, of which everything before `first` was given before."""
 
-    def finished(self, request: Request) -> None: ...
+    def finished(self, request: Request) -> None:
+        """request.given: where in its text begins what was not given before."""
 
     def failed(self, error: Exception) -> None:
-        """ValueError and TypeError: the request is at fault."""
+        """ValueError and TypeError: the request is at fault. Overloaded: it may come again later."""
 
     def left(self) -> bool:
         """Whether nobody waits for the answer any more."""
@@ -36,8 +46,8 @@ class Client(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """id: what the client calls it, "" for nothing. text: so far; the client was given its first `given` characters.
-    Times in ns since the epoch.
+    """id: what the client calls it, "" for nothing. text: so far. given: how many of its characters the client has, or
+    will have when `queued` answers are out. Times in ns since the epoch.
     """
 
     client: Client
@@ -49,17 +59,63 @@ class Request:
     last_token: int = 0
     sequence: Sequence | None = None
     text: str = ""
-    given: int = 0
     pieces: int = 0  # of the sequence, that are in `text`
+    given: int = 0
+    queued: bool = False
+
+
+class Outbox:
+    """Gives answers in a thread of its own: each is a call to the server's process, and some dozens of them take as
+    long as a step. A text that grows faster than it can be given is given in larger pieces.
+    """
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+        self._answers: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="replayssm answers")
+        self._thread.start()
+
+    def grown(self, request: Request) -> None:
+        if not request.queued:
+            request.queued = True
+            self._answers.put(lambda: self._give(request))
+
+    def last(self, answer: Callable[[], None]) -> None:
+        self._answers.put(answer)
+
+    def stop(self) -> None:
+        """When all answers are out."""
+        self._answers.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                answer()
+            except Exception as error:  # of one client; the others shall have theirs
+                self._log(f"an answer failed: {type(error).__name__}: {error}")
+
+    def _give(self, request: Request) -> None:
+        request.queued = False  # before the text is read: what comes later is queued again
+        text, first = request.text, request.given
+        if request.sequence.finish_reason is None and len(text) > first:
+            request.given = len(text)
+            request.client.grown(text, first)
 
 
 class Service:
-    """publish: called now and then with the engine's statistics, the slots in use, how many requests wait, and how many
-    have ended for each reason.
+    """max_waiting: requests in line for a slot; more are refused. publish: called now and then with the engine's
+    statistics, the slots in use, how many requests wait, and how many have ended for each reason.
     """
 
-    def __init__(self, engine, publish: Callable[[dict, int, int, dict[str, int]], None], log: Callable[[str], None]):
-        self.engine = engine
+    def __init__(
+        self,
+        engine,
+        max_waiting: int,
+        publish: Callable[[dict, int, int, dict[str, int]], None],
+        log: Callable[[str], None],
+    ):
+        self.engine, self._max_waiting = engine, max_waiting
         self._longest_prompt = engine.context * engine.tokenizer.longest_token
         self._publish, self._log = publish, log
         self._arrivals: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -67,7 +123,8 @@ class Service:
         self._ended: dict[str, int] = dict.fromkeys(("stop", "length", "cancelled", "error", "refused"), 0)
         self._steps = 0
         self._published = 0.0
-        self._thread = threading.Thread(target=self._run, name="replayssm")
+        self._outbox = Outbox(log)
+        self._thread = threading.Thread(target=self._run, name="replayssm steps")
         self._thread.start()
 
     def encode(self, text: str) -> list[int]:
@@ -92,11 +149,12 @@ class Service:
         self._arrivals.put(lambda: self._count("refused"))
 
     def stop(self) -> None:
-        """Finishes what is running and ends the thread."""
+        """Finishes what is running and ends the threads."""
         self._arrivals.put(None)
         self._thread.join()
+        self._outbox.stop()
 
-    # ---- the thread ----
+    # ---- the thread of the steps ----
 
     def _run(self) -> None:
         stopping = False
@@ -118,10 +176,12 @@ class Service:
 
     def _add(self, request: Request) -> None:
         try:
+            if len(self._live) >= self.engine.memory.pool.num_slots + self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} requests wait already: come again later")
             request.sequence = self.engine.add_request(request.tokens, request.params)
         except Exception as error:
             self._count("refused")
-            request.client.failed(error)
+            self._outbox.last(partial(request.client.failed, error))
         else:
             self._live[request.sequence] = request
 
@@ -163,17 +223,14 @@ class Service:
         if sequence.finish_reason is not None:
             self._end(request)
         elif len(request.text) > request.given:
-            request.client.grown(request)
-            request.given = len(request.text)
+            self._outbox.grown(request)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         del self._live[request.sequence]
         self._count("error" if error else request.sequence.finish_reason)
         request.text = request.sequence.text  # its end may settle what a piece held back
-        if error is None:
-            request.client.finished(request)
-        else:
-            request.client.failed(error)
+        client = request.client
+        self._outbox.last(partial(client.finished, request) if error is None else partial(client.failed, error))
 
     def _drop_those_who_left(self) -> None:
         for request in list(self._live.values()):

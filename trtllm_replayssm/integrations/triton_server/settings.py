@@ -9,14 +9,23 @@ from dataclasses import dataclass, fields
 from .interface import INTERFACES
 
 BACKENDS = ("embedded", "engine")
-_OF_ENGINE_FOLDERS = ("model", "backend", "interface", "executor", "speculation", "draft_tokens", "adaptive")
+_OF_ENGINE_FOLDERS = (
+    "model",
+    "backend",
+    "interface",
+    "max_waiting",
+    "executor",
+    "speculation",
+    "draft_tokens",
+    "adaptive",
+)
 
 
 @dataclass(frozen=True)
 class Settings:
     """model: the directory that `backend` runs, a checkpoint ("embedded") or an engine folder ("engine"). interface: a
-    name among INTERFACES. executor: of an engine folder. The rest: arguments of runtime.Engine or EngineRunner, None
-    for their defaults.
+    name among INTERFACES. max_waiting: requests in line for a slot; more are refused. executor: of an engine folder.
+    The rest: arguments of runtime.Engine or EngineRunner, None for their defaults.
 
     ValueError names a parameter whose value cannot be meant.
     """
@@ -24,6 +33,7 @@ class Settings:
     model: str
     backend: str = "embedded"
     interface: str = "llmapi"
+    max_waiting: int = 1024
     executor: str | None = None
     mode: str | None = None
     device: str | None = None
@@ -43,6 +53,8 @@ class Settings:
         for name, known in (("backend", BACKENDS), ("interface", INTERFACES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting is {self.max_waiting}, expected at least 0")
         if self.backend == "engine":
             decided = [name for name in self.parameters() if name not in _OF_ENGINE_FOLDERS]
             if decided:
@@ -77,7 +89,7 @@ class Settings:
 
         options = {name: value for name, value in vars(self).items() if value is not None}
         make = {"embedded": Engine, "engine": EngineRunner}[options.pop("backend")]
-        del options["interface"]
+        del options["interface"], options["max_waiting"]
         return make(options.pop("model"), **options)
 
     def check(self) -> None:
