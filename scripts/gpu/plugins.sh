@@ -56,7 +56,7 @@ for name in $only; do
       --commit "$commit" --output "$out/plugins.json"
   else
     check "plugins-$name" compute-sanitizer --tool "$name" --error-exitcode 9 --print-limit 5 \
-      "$build/plugin_harness" "$library" --quick --few 24 --steps 25 --part "$part"
+      "$build/plugin_harness" "$library" --quick --steps 33 --part "$part"
   fi
 done
 exit $status
