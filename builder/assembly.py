@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from .. import __version__, _core, plugins
+from .. import __version__, _core, gpus, plugins
 from . import bundle as bundles
 from . import tensorrt_package
 from .bundle import Bundle, ModelSizes, Plan
-from .engine import EngineError, Sizes, build_engine
+from .engine import EngineError, Sizes, build_engine, require_options
 from .engine_config import EngineConfig
 from .tensorrt_package import NoTensorRT, TensorRT
 
@@ -51,7 +51,7 @@ _DEFAULT = EngineConfig()
 
 @dataclass(frozen=True)
 class Report:
-    """bundle: of the new folder. missing: why there are no plans in it, None if there are."""
+    """bundle: of the new folder. missing: why there are no plans in it, None if there are or none were asked for."""
 
     bundle: Bundle
     missing: str | None
@@ -70,6 +70,7 @@ def build(
     config: EngineConfig = _DEFAULT,
     *,
     allow: Sequence[str] = (),
+    plans: bool = True,
     targets: tuple[str, ...] = (),
     timing_cache: Path | None = None,
     progress: Progress = _silent,
@@ -80,27 +81,33 @@ def build(
 
     Args:
         allow: `runtime.weights.Weights`.
+        plans: False: none are asked for. The folder serves the reference executor, and to make plans elsewhere.
         targets, timing_cache: `engine.build_engine`.
 
     Raises:
         CheckpointError: the checkpoint, as `decoder.export` says.
         EngineError: TensorRT refuses, or changes the graph. Nothing is left of `output` then.
         FileExistsError: `output` is there.
+        ValueError: config.dtype is "float32" and plans are asked for, or options of plans and none are.
         ImportError: onnx, torch or safetensors are missing.
     """
     try:
         from . import decoder
     except ImportError as error:
         raise ImportError(f"reading checkpoints needs {error.name}: pip install 'trtllm-replayssm[builder]'") from None
-    if config.dtype == "float32":
-        raise ValueError(
-            "dtype: expected bfloat16 or float16, got 'float32', for which TensorRT has no attention kernel"
-        )
+    if plans:
+        _require_plans_of(config)
+    elif targets or timing_cache:
+        raise ValueError(f"{'target' if targets else 'timing cache'}: of plans, and none are asked for")
     _plugin_library()
-    try:
-        tensorrt, missing = tensorrt_package.find(), None
-    except NoTensorRT as error:
-        tensorrt, missing = None, str(error)
+    tensorrt, missing = None, None
+    if plans:
+        try:
+            tensorrt = tensorrt_package.find()
+        except NoTensorRT as error:
+            missing = str(error)
+    if tensorrt is not None:
+        require_options(tensorrt, targets, timing_cache)
     with bundles.being_written(output) as folder:
         model, pool = decoder.export(checkpoint, folder, config, progress, allow)
         with_mtp = (folder / decoder.MTP).exists()
@@ -148,10 +155,12 @@ def rebuild(
     Raises:
         BundleError: `source` is no whole engine folder.
         NoTensorRT: none is installed that can be used.
-        EngineError, FileExistsError: as `build`.
+        EngineError, FileExistsError, ValueError: as `build`.
     """
     bundle = bundles.read(source)
+    _require_plans_of(bundle.engine)
     tensorrt = tensorrt_package.find()
+    require_options(tensorrt, targets, timing_cache)
     with bundles.being_written(output) as folder:
         for name in (*bundles.MODELS.values(), bundles.WEIGHTS, bundles.TOKENIZER):
             if name in bundle.files:
@@ -208,11 +217,20 @@ def _add_plans(
         tensorrt=tensorrt.name,
         version=tensorrt.version,
         targets=targets,
+        gpu=None if tensorrt.is_rtx else next(iter(gpus.found()), None),
         activation_bytes={name: one.activation_bytes for name, one in built.items()},
         seconds={name: round(one.seconds, 2) for name, one in built.items()},
         peak_bytes=max(one.peak_bytes for one in built.values()),
     )
     return replace(bundle, plan=plan, bindings={name: one.bindings for name, one in built.items()})
+
+
+def _require_plans_of(config: EngineConfig) -> None:
+    if config.dtype == "float32":
+        raise ValueError(
+            "dtype: expected bfloat16 or float16, got 'float32', for which TensorRT has no attention kernel: it is for "
+            "graphs without plans (--no-plans)"
+        )
 
 
 def _plugin_library() -> Path:

@@ -26,9 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .. import MambaGeometry, _core
+from ..gpus import GPU
+from ..plugins import NAMESPACE, PLUGINS, VERSION
 from .engine_config import ITEM_BYTES, EngineConfig, Pool
 
-FORMAT = 2
+FORMAT = 3
 CONFIG, LAYERS, SCRIPT, TOKENIZER = "config.json", "layers.json", "build-on-gpu.sh", "tokenizer.json"
 WEIGHTS, LIBRARY = "weights.bin", "libtrtllm_replayssm_plugins.so"
 MODELS = {"model": "model.onnx", "mtp": "mtp.onnx"}
@@ -56,11 +58,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """How plans were made. targets: compute capabilities asked for; (): TensorRT's choice."""
+    """How plans were made. targets: compute capabilities asked for; (): TensorRT's choice. gpu: where the full TensorRT
+    made them, and what they run on."""
 
     tensorrt: str  # "tensorrt" or "tensorrt_rtx"
     version: str
     targets: tuple[str, ...]
+    gpu: GPU | None
     activation_bytes: dict[str, int | None]  # of a context, besides weights and bindings, by model
     seconds: dict[str, float]
     peak_bytes: int  # most memory of the process that built
@@ -187,14 +191,20 @@ def _from_json(raw: dict) -> Bundle:
         model=ModelSizes(**{**model, **tuples}),
         geometry=MambaGeometry(**raw.pop("geometry")),
         engine=EngineConfig(**raw.pop("engine")),
-        plan=plan and Plan(**{**plan, "targets": tuple(plan["targets"])}),
+        plan=plan and _plan_of(plan),
         **raw,
     )
 
 
+def _plan_of(raw: dict) -> Plan:
+    gpu = raw["gpu"] and GPU(raw["gpu"]["name"], tuple(raw["gpu"]["capability"]))
+    return Plan(**{**raw, "targets": tuple(raw["targets"]), "gpu": gpu})
+
+
 def _check(path: Path, expected: dict) -> None:
     if not path.is_file():
-        raise BundleError(f"{path}: no such file, but config.json lists it")
+        has = f"; it has the plugins {', '.join(PLUGINS)}, namespace {NAMESPACE}, version {VERSION}"
+        raise BundleError(f"{path}: no such file, but config.json lists it{has if path.name == LIBRARY else ''}")
     size = path.stat().st_size
     if size != expected["bytes"]:
         what = "truncated" if size < expected["bytes"] else "another file"

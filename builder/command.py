@@ -52,7 +52,11 @@ def add_commands(commands, window) -> None:
         help=f"that steps read instead: {', '.join(_core.READ_COPY_FORMATS)}; default: none",
     )
     making.add_argument("--seed", type=int, metavar="N", help="of stochastic rounding; default: 0")
-    making.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: bfloat16")
+    making.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: bfloat16; float32, for which TensorRT has no attention kernel, with --no-plans only",
+    )
     making.add_argument("--state-io", metavar="MODE", help="alias (default), same_pointer or host_pointer")
     making.add_argument(
         "--trt-attention",
@@ -62,6 +66,11 @@ def add_commands(commands, window) -> None:
     )
     making.add_argument(
         "--allow-dense-moe", action="store_true", default=None, help="evaluate every expert of layers with more than 16"
+    )
+    making.add_argument(
+        "--no-plans",
+        action="store_true",
+        help="the graphs only: to make plans of on another machine, or for generate --executor reference",
     )
     making.add_argument(
         "--target", action="append", default=[], metavar="SM", help="SM86, SM120 …: RTX GPUs to compile for; repeatable"
@@ -115,6 +124,8 @@ def _build(options) -> int:
     if options.source is not None:
         if options.allow:
             given["allow"] = options.allow
+        if options.no_plans:
+            raise ValueError("--no-plans: plans are what --from makes")
         if given:
             raise ValueError(f"--{next(iter(given)).replace('_', '-')}: the engine folder of --from says that already")
         with ending_on_signals():
@@ -122,7 +133,9 @@ def _build(options) -> int:
     else:
         config = EngineConfig(**given)
         with ending_on_signals():
-            report = build(options.checkpoint, options.output, config, allow=options.allow, **common)
+            report = build(
+                options.checkpoint, options.output, config, allow=options.allow, plans=not options.no_plans, **common
+            )
     bundle = report.bundle
     if options.json:
         print(json.dumps({"output": str(options.output), "missing": report.missing, **json.loads(bundle.to_json())}))
@@ -171,8 +184,9 @@ def _print_built(output: str, report: Report) -> None:
         print("The plugin library in it has no CUDA ops (it was built without nvcc): no GPU can run it.")
     if bundle.engine.draft_tokens and not bundle.model.mtp_layers:
         print("The checkpoint has no MTP head: drafts must come from elsewhere, as from repeated text.")
-    script = shlex.quote(str(Path(output) / bundles.SCRIPT))
-    print(f"For another GPU (H200, B200, B300 …), there: sh {script} NEW_FOLDER")
+    if bundle.engine.dtype != "float32":
+        script = shlex.quote(str(Path(output) / bundles.SCRIPT))
+        print(f"For another GPU (H200, B200, B300 …), there: sh {script} NEW_FOLDER")
     if report.missing:
         print(f"trtllm-replayssm: {output} is complete but for the plans: {report.missing}", file=sys.stderr)
 
@@ -218,7 +232,7 @@ def _print_bundle(bundle: Bundle) -> None:
     ]
     if plan is not None:
         targets = ", ".join(plan.targets) or ("RTX GPUs, 8.x and 12.x" if plan.tensorrt == "tensorrt_rtx" else "")
-        rows += [("GPUs", targets or "that of the machine that built it")]
+        rows += [("GPUs", targets or f"{plan.gpu}, on which it was built")]
     for name, value in rows:
         print(f"{name:10} {value}")
     for name, bindings in bundle.bindings.items():

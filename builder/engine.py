@@ -92,6 +92,22 @@ class Failures:
             raise self.first
 
 
+def require_options(tensorrt: TensorRT, targets: tuple[str, ...], timing_cache: str | Path | None) -> None:
+    """EngineError if this TensorRT cannot take these arguments of `build_engine`."""
+    if targets and not tensorrt.is_rtx:
+        raise EngineError(
+            f"target: {tensorrt.name} builds for the GPU of its machine, only TensorRT for RTX for others"
+        )
+    for target in targets:
+        _target(tensorrt.module, target)
+    if timing_cache is None:
+        return
+    if tensorrt.is_rtx:
+        raise EngineError(f"timing cache: of the full TensorRT only, {tensorrt.name} {tensorrt.version} has none")
+    if not Path(timing_cache).parent.is_dir():
+        raise EngineError(f"timing cache: {Path(timing_cache).parent} is no directory")
+
+
 def build_engine(
     tensorrt: TensorRT,
     model: Path,
@@ -115,15 +131,8 @@ def build_engine(
         EngineError: with TensorRT's own words; timing_cache is no timing cache.
         OSError: a file cannot be written.
     """
+    require_options(tensorrt, targets, timing_cache)
     timing_cache = None if timing_cache is None else Path(timing_cache)
-    if targets and not tensorrt.is_rtx:
-        raise EngineError(
-            f"target: {tensorrt.name} builds for the GPU of its machine, only TensorRT for RTX for others"
-        )
-    if timing_cache is not None and tensorrt.is_rtx:
-        raise EngineError(f"timing cache: of the full TensorRT only, {tensorrt.name} {tensorrt.version} has none")
-    if timing_cache is not None and not timing_cache.parent.is_dir():
-        raise EngineError(f"timing cache: {timing_cache.parent} is no directory")
     failures = Failures()
     try:
         with _signals_kept(failures):

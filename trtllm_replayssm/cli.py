@@ -20,8 +20,9 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from . import _core, plugins
 from .builder import command as engines
-from .builder import plan_command, quantize_command
+from .builder import plan_command, quantize_command, tensorrt_package
 from .evaluation import command as evaluation
 from .integrations.trtllm_build import command as trtllm_build
 
@@ -35,6 +36,17 @@ PROMPTS = (
 # the dtype (without --deterministic), as close as neighbours in the dtype, whose relative spacing this is.
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
+
+# Options of generate that an engine folder decides, and their defaults.
+_BUILT_IN = {
+    "mode": "replay",
+    "window": "auto",
+    "checkpoint_format": "fp32",
+    "read_copy": "none",
+    "device": None,
+    "dtype": None,
+    "deterministic": False,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,7 +76,14 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue prompts and show the state traffic of decoding")
     generate.set_defaults(run=_generate)
-    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", metavar="DIR", help="nemotron_h checkpoint directory")
+    source.add_argument("--engine", metavar="DIR", help="an engine folder, whose sizes and formats are those of build")
+    generate.add_argument(
+        "--executor",
+        metavar="tensorrt|reference",
+        help="of --engine: its plans on a GPU (default), or its graphs on the CPU, slowly",
+    )
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     prompt.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, generated together; - reads stdin")
@@ -140,8 +159,7 @@ def window(value: str) -> int | str:
 
 def _info(options) -> int:
     package = importlib.import_module(__package__)
-    core = importlib.import_module("._core", __package__)
-    architectures = core.cuda_architectures()
+    architectures = _core.cuda_architectures()
     missing = [
         name for name in ("torch", "safetensors", "tokenizers", "tqdm") if importlib.util.find_spec(name) is None
     ]
@@ -149,11 +167,14 @@ def _info(options) -> int:
         "version": package.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "cuda_ops": core.has_cuda(),
+        "cuda_ops": _core.has_cuda(),
         "cuda_architectures": architectures.split(),
         "missing": missing,
         "torch": None,
         "gpus": [],
+        "plugins": _plugins(),
+        "tensorrt": tensorrt_package.installed(),
+        "engines": tensorrt_package.abilities(),
     }
     if "torch" not in missing:
         torch = importlib.import_module("torch")
@@ -169,6 +190,9 @@ def _info(options) -> int:
     )
     gpu = ", ".join(report["gpus"]) or ("unknown without torch" if "torch" in missing else "none that torch can use")
     runtime = "ready" if not missing else f"needs {', '.join(missing)}: pip install 'trtllm-replayssm[runtime]'"
+    graphs = "ready"
+    if importlib.util.find_spec("onnx") is None:
+        graphs = "needs onnx: pip install 'trtllm-replayssm[builder]'"
     print(f"trtllm-replayssm {report['version']}  (Python {report['python']}, {report['machine']})")
     for name, value in (
         ("CPU ops", "built"),
@@ -176,21 +200,37 @@ def _info(options) -> int:
         ("torch", report["torch"] or "not installed"),
         ("GPU", gpu),
         ("runtime", runtime),
+        ("plugins", report["plugins"] or "not built: TensorRT's headers were not found at build time"),
+        ("TensorRT", ", ".join(map(" ".join, report["tensorrt"].items())) or "not installed"),
+        ("build", report["engines"]["build"]),
+        ("run", f"{report['engines']['run']}; the graphs, on the CPU: {graphs}"),
     ):
         print(f"  {name:9} {value}")
     return 0
+
+
+def _plugins() -> str | None:
+    """The TensorRT plugin library of this installation."""
+    try:
+        path = plugins.library_path()
+    except RuntimeError:
+        return None
+    return f"{path.name}, {'with' if _core.has_cuda() else 'without'} CUDA ops"
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 
 def _generate(options) -> int:
+    if options.engine is None and options.executor is not None:
+        raise ValueError("--executor needs --engine")
     if options.speculative is None and (options.draft_tokens is not None or options.adaptive):
         raise ValueError("--draft-tokens and --adaptive need --speculative mtp or ngram")
     speculation = {}
     if options.speculative is not None:
-        drafts = 3 if options.draft_tokens is None else options.draft_tokens
-        speculation = dict(speculation=options.speculative, draft_tokens=drafts, adaptive=options.adaptive)
+        speculation = dict(speculation=options.speculative, adaptive=options.adaptive)
+        if options.draft_tokens is not None or options.engine is None:
+            speculation["draft_tokens"] = 3 if options.draft_tokens is None else options.draft_tokens
     formats = dict(checkpoint_format=options.checkpoint_format, read_copy=options.read_copy)
     if options.prompt is not None and _undecodable(options.prompt):
         raise ValueError("--prompt: expected UTF-8 text")
@@ -203,7 +243,12 @@ def _generate(options) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
+    if options.engine is None:
+        engine = _engine(runtime, options, options.mode, len(prompts), **speculation, **formats)
+    else:
+        engine = _engine_runner(runtime, options, **speculation)
+        built = engine.bundle.engine
+        formats = dict(checkpoint_format=built.checkpoint_format, read_copy=built.read_copy)
     sequences = [engine.add_request(prompt, params) for prompt in prompts]
     stream = len(prompts) == 1 and not options.json
     if stream:
@@ -401,6 +446,14 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
         allow=options.allow,
         **more,
     )
+
+
+def _engine_runner(runtime, options, **speculation):
+    """An engine folder; ValueError for options that are decided when it is built."""
+    for name, default in _BUILT_IN.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: the engine folder says that already")
+    return runtime.EngineRunner(options.engine, executor=options.executor or "tensorrt", **speculation)
 
 
 def _finish(engine, sequences: list, what: str, stream: bool) -> float:

@@ -26,21 +26,23 @@ def library_path() -> Path:
     return path
 
 
-def register(registry) -> None:
+def register(registry, library: Path | None = None) -> None:
     """Loads the plugin library into a TensorRT plugin registry, unless its plugins are there already.
 
     Args:
         registry: IPluginRegistry of any TensorRT's Python package, e.g. `tensorrt.get_plugin_registry()`.
+        library: None: this installation's; else e.g. that of an engine folder.
 
     Raises:
         RuntimeError: a plugin cannot be found in the registry afterwards, named with namespace and version.
     """
+    library = library or library_path()
     if missing(registry):
-        registry.load_library(str(library_path()))
+        registry.load_library(str(library))
     for plugin in missing(registry):
         raise RuntimeError(
             f"plugin {plugin}, namespace {NAMESPACE}, version {VERSION}: not in the registry after loading "
-            f"{library_path()}; TensorRT's log says why"
+            f"{library}; TensorRT's log says why"
         )
 
 

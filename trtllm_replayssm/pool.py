@@ -31,6 +31,21 @@ class Cursors(NamedTuple):
     flags: torch.Tensor  # 1: a plan is outstanding, 2: abandoned, 4: half restored, 8: the state is a snapshot
 
 
+class RowError(NamedTuple):
+    """What a row met on the device."""
+
+    row: int  # of the batch
+    text: str
+
+
+def described(word: list[int]) -> RowError | None:
+    """The error in an error word; None if there is none."""
+    code, row, given_low, given_high, expected_low, expected_high, *_ = word
+    if not code:
+        return None
+    return RowError(row, _core.describe(code, row, _int64(given_low, given_high), _int64(expected_low, expected_high)))
+
+
 class StatePool:
     """`num_slots` slots in each of `num_layers` Mamba-2 layers, and their cursors.
 
@@ -358,11 +373,16 @@ class StatePool:
         On any device, that may be a state that was stored with a NaN or an infinity: ops go on with it, and the only
         sign is this error.
         """
-        code, row, given_low, given_high, expected_low, expected_high, *_ = self._error.tolist()
-        if code:
+        if found := described(self._error.tolist()):
             self._error.zero_()
-            given, expected = _int64(given_low, given_high), _int64(expected_low, expected_high)
-            raise ValueError(_core.describe(code, row, given, expected))
+            raise ValueError(found.text)
+
+    def take_error(self) -> torch.Tensor:
+        """The error word, int32 [8] on the pool's device, and none is left there. Waits for nothing; `described` reads
+        it."""
+        word = self._error.clone()
+        self._error.zero_()
+        return word
 
     def stats(self) -> dict[str, int]:
         """Traffic since the pool was made, counted at commits. Synchronises.

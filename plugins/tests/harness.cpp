@@ -3,7 +3,8 @@
 // The plugins at work, without an engine: made by a real plugin registry, called as an engine calls them, and compared
 // bit for bit with the C ABI.
 //
-//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--output FILE] [--commit ID]
+//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--few N] [--quick] [--part I/N] [--output FILE]
+//                    [--commit ID]
 //
 // Two execution contexts (clones of the same plugins, each with slots, memory and a stream of its own) take turns for N
 // steps: batches of random slots, idle rows, tokens and acceptance, prompts and new sequences among them. Every row is
@@ -65,21 +66,78 @@ void* allocate(size_t bytes) {
   return memory;
 }
 void release(void* memory) { cudaFree(memory); }
+
+// Pinned memory through which a stream's copies go, so that none of them waits for it. What is copied out is there
+// after the next finish().
+class Staging {
+ public:
+  Staging() {
+    void* memory = nullptr;
+    REQUIRE_CUDA(cudaMallocHost(&memory, kBytes));
+    memory_ = static_cast<char*>(memory);
+  }
+  Staging(const Staging&) = delete;
+  void in(void* device, const void* host, size_t bytes, cudaStream_t stream) {
+    void* const staged = std::memcpy(take(bytes, stream), host, bytes);
+    REQUIRE_CUDA(cudaMemcpyAsync(device, staged, bytes, cudaMemcpyHostToDevice, stream));
+  }
+  void out(void* host, const void* device, size_t bytes, cudaStream_t stream) {
+    char* const staged = take(bytes, stream);
+    REQUIRE_CUDA(cudaMemcpyAsync(staged, device, bytes, cudaMemcpyDeviceToHost, stream));
+    expected_.push_back({host, staged, bytes});
+  }
+  void finish(cudaStream_t stream) {
+    REQUIRE_CUDA(cudaStreamSynchronize(stream));
+    for (const auto& [host, staged, bytes] : expected_) std::memcpy(host, staged, bytes);
+    expected_.clear();
+    used_ = 0;
+  }
+
+ private:
+  static constexpr size_t kBytes = size_t{32} << 20;
+  struct Expected {
+    void* host;
+    const void* staged;
+    size_t bytes;
+  };
+  char* take(size_t bytes, cudaStream_t stream) {
+    CHECK(bytes <= kBytes);
+    if (used_ + bytes > kBytes) finish(stream);
+    char* const result = memory_ + used_;
+    used_ = (used_ + bytes + 255) / 256 * 256;
+    return result;
+  }
+
+  char* memory_ = nullptr;
+  size_t used_ = 0;
+  std::vector<Expected> expected_;
+};
+
+// Streams are used again by later contexts, with their staging memory.
+std::map<cudaStream_t, Staging> stagings;
+std::vector<cudaStream_t> idle_streams;
+
 cudaStream_t make_stream() {
   cudaStream_t stream = nullptr;
-  REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (idle_streams.empty()) {
+    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  } else {
+    stream = idle_streams.back();
+    idle_streams.pop_back();
+  }
   return stream;
 }
+void release_stream(cudaStream_t stream) { idle_streams.push_back(stream); }
 void copy_in(void* device, const void* host, size_t bytes, cudaStream_t stream) {
-  REQUIRE_CUDA(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
+  stagings[stream].in(device, host, bytes, stream);
 }
 void fill(void* device, int byte, size_t bytes, cudaStream_t stream) {
   REQUIRE_CUDA(cudaMemsetAsync(device, byte, bytes, stream));
 }
 void copy_out(void* host, const void* device, size_t bytes, cudaStream_t stream) {
-  REQUIRE_CUDA(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+  stagings[stream].out(host, device, bytes, stream);
 }
-void wait(cudaStream_t stream) { REQUIRE_CUDA(cudaStreamSynchronize(stream)); }
+void wait(cudaStream_t stream) { stagings[stream].finish(stream); }
 std::string device_name() {
   cudaDeviceProp properties;
   REQUIRE_CUDA(cudaGetDeviceProperties(&properties, 0));
@@ -115,6 +173,7 @@ void* allocate(size_t bytes) {
 }
 void release(void* memory) { std::free(memory); }
 cudaStream_t make_stream() { return nullptr; }
+void release_stream(cudaStream_t) {}
 void copy_in(void* device, const void* host, size_t bytes, cudaStream_t) { std::memcpy(device, host, bytes); }
 void fill(void* device, int byte, size_t bytes, cudaStream_t) { std::memset(device, byte, bytes); }
 void copy_out(void* host, const void* device, size_t bytes, cudaStream_t) { std::memcpy(host, device, bytes); }
@@ -138,6 +197,7 @@ class Buffer {
   void put(const std::vector<T>& values, cudaStream_t stream) const {
     copy_in(data_, values.data(), values.size() * sizeof(T), stream);
   }
+  // Filled after the next wait.
   std::vector<char> get(cudaStream_t stream) const {
     std::vector<char> values(bytes_);
     copy_out(values.data(), data_, bytes_, stream);
@@ -387,6 +447,9 @@ class Context {
     }
   }
 
+  ~Context() { release_stream(stream_); }
+  Context(const Context&) = delete;
+
   // Starts a step on the stream; finish() waits and compares.
   void start() {
     batch_ = next_batch();
@@ -421,13 +484,11 @@ class Context {
       CHECK(slots == wanted);
     }
     std::memcpy(counters_.data(), expected.data() + 64, sizeof(counters_));
-    CHECK(counters_[REPLAYSSM_COUNT_FLUSHES] > 0);
   }
 
   // What enqueue refuses leaves slots and cursors as they were (A36); a bad slot makes an idle row and a status.
   void refuse() {
-    const auto table = pool_.table_memory.get(stream_);
-    const auto slots = pool_.layers[0].get(stream_);
+    const auto table = now(pool_.table_memory), slots = now(pool_.layers[0]);
     Batch one{1, 1, {0}, {1}, {REPLAYSSM_ACCEPT_ALL}};
     upload(one);
     wait(stream_);
@@ -453,8 +514,7 @@ class Context {
         CHECK(last_error()[0] != '\0');
       }
     }
-    CHECK(pool_.table_memory.get(stream_) == table && pool_.layers[0].get(stream_) == slots);
-    wait(stream_);
+    CHECK(now(pool_.table_memory) == table && now(pool_.layers[0]) == slots);
 
     one.slots = {kSlots};
     upload(one);
@@ -463,8 +523,7 @@ class Context {
     replayssm_error error;
     std::memcpy(&error, status_host_.data(), sizeof(error));
     CHECK(error.code == REPLAYSSM_ROW_SLOT_RANGE && error.row == 0 && error.given == kSlots);
-    CHECK(pool_.layers[0].get(stream_) == slots);
-    wait(stream_);
+    CHECK(now(pool_.layers[0]) == slots);
   }
 
   int64_t counter(int32_t index) const { return counters_[index]; }
@@ -476,6 +535,12 @@ class Context {
     std::vector<void*> outputs;
     bool returns_memory = false;
   };
+
+  std::vector<char> now(const Buffer& buffer) const {
+    std::vector<char> values = buffer.get(stream_);
+    wait(stream_);
+    return values;
+  }
 
   int32_t below(int32_t limit) { return std::uniform_int_distribution<int32_t>(0, limit - 1)(random_); }
 
@@ -522,7 +587,6 @@ class Context {
       }
       projected_[l].put(values, stream_);
       fill(out_[l].data(), 0xEE, out_[l].bytes(), stream_);
-      wait(stream_);
     }
   }
 
@@ -640,7 +704,6 @@ class Context {
       } else if (outstanding_[slot] >= 0) {
         const int32_t accepted = batch.accepted[r] == REPLAYSSM_ACCEPT_ALL ? outstanding_[slot] : batch.accepted[r];
         row_number_[slot].put(std::vector<int32_t>{accepted}, stream_);
-        wait(stream_);
         const auto* number = static_cast<const int32_t*>(row_number_[slot].data());
         REQUIRE_OP(replayssm_commit(&exec, &table, plan, 1, number, REPLAYSSM_STEPPED));
       }
@@ -654,7 +717,6 @@ class Context {
         outstanding_[slot] = count;
       }
     }
-    wait(stream_);
   }
 
   // The tokens first..first+count-1 of a row through layer l of the reference.
@@ -698,9 +760,11 @@ class Context {
   void compare(const Batch& batch) {
     CHECK(std::all_of(status_host_.begin(), status_host_.end(), [](char byte) { return byte == 0; }));
     const int64_t row_bytes = setup_.inner() * setup_.element();
+    std::vector<std::vector<char>> wanted;
+    for (const Buffer& expected : expected_) wanted.push_back(expected.get(stream_));
+    wait(stream_);
     for (int32_t l = 0; l < kLayers; ++l) {
-      const std::vector<char> expected = expected_[l].get(stream_);
-      wait(stream_);
+      const std::vector<char>& expected = wanted[l];
       const char* given = out_host_[l].data();
       for (int32_t r = 0; r < batch.rows; ++r) {
         const int64_t live = batch.slots[r] < 0 ? 0 : batch.counts[r], start = int64_t{r} * batch.tokens * row_bytes;
@@ -937,6 +1001,7 @@ std::string run(const Setup& setup, const Creators& creators) {
     tokens += context->counter(REPLAYSSM_COUNT_TOKENS);
     flushes += context->counter(REPLAYSSM_COUNT_FLUSHES);
   }
+  CHECK(flushes > 0);
   first.refuse();
   const replayssm_geometry& g = setup.geometry;
   std::ostringstream line;
@@ -952,9 +1017,9 @@ std::string run(const Setup& setup, const Creators& creators) {
   return line.str();
 }
 
-// One format in full, then every pair of formats for a while, in both geometries that have kernels of their own and one
-// that has none. `quick`: a pair in one of the ways of passing state only, in turn.
-std::vector<Setup> setups(int32_t steps, bool quick) {
+// One format in full, then every pair of formats for a `few` steps, in both geometries that have kernels of their own
+// and one that has none. `quick`: a pair in one of the ways of passing state, eagerly or captured, in turn.
+std::vector<Setup> setups(int32_t steps, int32_t few, bool quick) {
   static const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer", "lengths"};
   std::vector<Setup> result;
   int32_t pairs = 0;
@@ -969,13 +1034,13 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
       if (!every && way != pairs % 4) continue;
       for (const bool captured : {false, true}) {
         if (captured && kDevice == REPLAYSSM_HOST) continue;
+        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs % 2 == 1)) continue;
         result.push_back({geometry, config, kStateIos[way], captured, count});
       }
     }
     ++pairs;
   };
   add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16, steps);
-  const int32_t few = 60;  // enough to flush
   for (int32_t checkpoint = 0; replayssm_checkpoint_name(checkpoint); ++checkpoint) {
     for (int32_t read_copy = 0; replayssm_read_copy_name(read_copy); ++read_copy) {
       for (const int32_t activation : {REPLAYSSM_BF16, REPLAYSSM_FP16, REPLAYSSM_FP32}) {
@@ -994,7 +1059,7 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
 
 int main(int argc, char** argv) {
   const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown";
-  int32_t steps = 1000;
+  int32_t steps = 1000, few = 60, part = 0, parts = 1;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -1006,13 +1071,16 @@ int main(int argc, char** argv) {
       if (argument == "--output") output = value;
       if (argument == "--commit") commit = value;
       if (argument == "--steps") steps = std::atoi(value);
+      if (argument == "--few") few = std::atoi(value);
+      if (argument == "--part" && std::sscanf(value, "%d/%d", &part, &parts) != 2) parts = 0;
     } else {
       library = argv[i];
     }
   }
-  if (!library || steps <= 60) {
+  if (!library || few < 24 || steps <= few || part < 0 || part >= parts) {
     std::printf(
-        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above 60] [--quick] [--output FILE] [--commit ID]\n",
+        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above the few] [--few N, 24 or more] [--quick]\n"
+        "       [--part I/N, every Nth case from I on] [--output FILE] [--commit ID]\n",
         argv[0]);
     return 2;
   }
@@ -1028,14 +1096,15 @@ int main(int argc, char** argv) {
     std::strftime(date, sizeof(date), "%Y-%m-%d", std::gmtime(&now));
     text << "{\n \"bench\": \"plugin-harness\",\n \"gpu\": \"" << device_name() << "\",\n \"date\": \"" << date
          << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version
-         << "\",\n \"command\": \"plugin_harness --steps " << steps << (quick ? " --quick" : "")
+         << "\",\n \"command\": \"plugin_harness --steps " << steps << " --few " << few << (quick ? " --quick" : "")
          << "\",\n \"cases\": [";
-    const std::vector<Setup> all = setups(steps, quick);
-    for (size_t i = 0; i < all.size(); ++i) {
+    const std::vector<Setup> all = setups(steps, few, quick);
+    size_t done = 0;
+    for (size_t i = part; i < all.size(); i += parts, ++done) {
       const std::string line =
           all[i].of_lengths() ? run<LengthsContext>(all[i], creators) : run<Context>(all[i], creators);
       std::printf("%s\n", line.c_str());
-      text << (i ? ",\n  " : "\n  ") << line;
+      text << (done ? ",\n  " : "\n  ") << line;
     }
     text << "\n ]\n}\n";
     if (output) {
@@ -1043,7 +1112,7 @@ int main(int argc, char** argv) {
       std::ofstream(unfinished) << text.str();
       CHECK(std::rename(unfinished.c_str(), output) == 0);
     }
-    std::printf("plugin_harness: %zu cases, all the same bits\n", all.size());
+    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", done, all.size());
   } catch (const std::exception& e) {
     std::printf("plugin_harness: %s\n", e.what());
     return 1;

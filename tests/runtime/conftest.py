@@ -126,21 +126,21 @@ def recorded(monkeypatch):
     return seen
 
 
-def same_text(reference: Engine, one, other, neighbours=False):
+def same_text(reference: Engine, one, other, neighbours=False, margin=None):
     """Two greedy texts of one prompt are equal, or part where rounding may swap the two best logits.
 
     neighbours: also if these are no further apart than adjacent numbers of the dtype. That is what rounding all inputs
-    of dense layers to 16 bits, as without `deterministic`, may do to logits.
+    of dense layers to 16 bits, as without `deterministic`, may do to logits. margin: what else rounding may do.
     """
     assert one.prompt == other.prompt
     for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if a != b:
             best = reference.logits(one.prompt + one.tokens[:index])[-1].topk(2)
-            margin = float(best.values[0] - best.values[1])
-            limit = MARGIN[reference.dtype]
+            apart = float(best.values[0] - best.values[1])
+            limit = margin or MARGIN[reference.dtype]
             if neighbours:
                 limit = max(limit, torch.finfo(reference.dtype).eps * float(best.values[0].abs()))
-            assert margin <= limit, f"texts part at token {index} with a margin of {margin}"
+            assert apart <= limit, f"texts part at token {index} with a margin of {apart}"
             assert {a, b} == set(best.indices.tolist())
             return
     assert len(one.tokens) == len(other.tokens)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded runtime: generates text from a `nemotron_h` checkpoint, torch for the dense layers and our ops for
-Mamba.
+"""Generates text: from a `nemotron_h` checkpoint, torch for the dense layers and our ops for Mamba (Engine), or by an
+engine folder's graphs (EngineRunner).
 
     from trtllm_replayssm.runtime import Engine, SamplingParams
     engine = Engine("examples/tiny-nemotron-h")
@@ -8,14 +8,28 @@ Mamba.
 
 A request's way: Engine.add_request → Scheduler (waits for a slot) → Runner: prompt chunks, then steps of one token or,
 with a Drafter, of several → text. Memory holds what sequences remember: a StatePool slot for the Mamba layers and
-KVCache rows for attention.
+KVCache rows for attention. EngineRunner has a GraphRunner, whose Executor runs the graphs, and a GraphMemory in their
+places.
 """
 
 from .drafter import Drafter
 from .engine import Engine, Piece
+from .engine_runner import EngineRunner
+from .executor import ExecutorError
 from .model_config import CheckpointError, ModelConfig
 from .sampler import SamplingParams
 from .sequence import Sequence
 from .verification import Acceptance
 
-__all__ = ["Acceptance", "CheckpointError", "Drafter", "Engine", "ModelConfig", "Piece", "SamplingParams", "Sequence"]
+__all__ = [
+    "Acceptance",
+    "CheckpointError",
+    "Drafter",
+    "Engine",
+    "EngineRunner",
+    "ExecutorError",
+    "ModelConfig",
+    "Piece",
+    "SamplingParams",
+    "Sequence",
+]

@@ -20,7 +20,7 @@ from .batch import Row
 from .drafter import Drafter
 from .loader import Loader
 from .mamba_mixer import STEPS
-from .memory import Memory
+from .memory import Memory, StateLost
 from .model import Model
 from .model_config import ModelConfig
 from .mtp import MTP
@@ -37,7 +37,8 @@ from .verification import Acceptance
 from .weights import Weights
 
 _GREEDY = SamplingParams()
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _MODES = ("replay", "conventional")
 _MAX_DRAFTS = 15  # a step takes 16 tokens a row at most
 
@@ -50,145 +51,41 @@ class Piece:
     text: str
 
 
-class Engine:
-    """A model with its memory, serving up to `max_batch` sequences at once; more wait in line.
+class Serving:
+    """Requests in, tokens and text out, whatever runs the model: what Engine and EngineRunner share.
 
     For one thread: `step`, `stream`, `cancel` and `preempt` must not run at the same time.
 
     Args:
-        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format. Weights
-            that Model Optimizer quantised (NVFP4, FP8) become numbers of `dtype` when they are loaded, layer by layer;
-            activations are not quantised. `dequantized` has the formats by weight.
-        mode: "replay" (ReplaySSM) or "conventional" (the state is read and written every token).
-        device: "cpu", "cuda", "cuda:1" …; None: CUDA where there is a GPU and the library has the CUDA ops.
-        dtype: "float32", "bfloat16" or "float16"; None: as the checkpoint says on CUDA, float32 on the CPU.
-        max_batch: slots.
-        context: most tokens of a sequence, prompt and generated together; None: the model's max_position_embeddings, at
-            most 4096. The KV cache reserves it for every slot.
-        prefill_chunk: most prompt tokens of one forward pass.
-        window: ReplaySSM's window, tokens between two writes of the state; "auto": what moves the fewest bytes
-            (ReplayConfig).
-        checkpoint_format, read_copy: how ReplaySSM stores the state, ReplayConfig's `checkpoint` and `read_copy`. Mode
-            "conventional" keeps fp32 states whatever they are.
-        speculation: None: one token a step. "mtp": the checkpoint's multi-token-prediction head drafts the tokens after
-            the next one, "ngram": they are copied from where the newest tokens occurred before, or a Drafter. A step
-            verifies them together; the text stays the same, but for ties that rounding decides (`deterministic`).
-        draft_tokens: most drafts a step, 1..15; SamplingParams.draft_tokens may ask for fewer. Ignored without
-            speculation.
-        adaptive: each text's draft length follows its recent acceptance (Sequence.adapt).
-        deterministic: a sequence's bits do not depend on the other sequences. Slower: dense layers run in fixed row
-            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs. In 16-bit
-            dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
-            rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
-            order.
-        tensor_parallel: a group of torch.distributed whose ranks share every layer (tensor_parallel.py). Each makes the
-            same engine and the same calls in the same order, and gets the same tokens.
-        cuda_graphs: None: on CUDA unless `deterministic` or `tensor_parallel`.
-        progress: show a bar on stderr while weights load.
-        allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or not understood, before anything is allocated.
-        ValueError: an argument is out of range, or CUDA was asked for and is not there.
+        model: with vocab_size and stop_tokens.
+        runner: forward passes, as Runner has them. memory: what sequences remember, as Memory has it.
+        drafter: None: one token a step.
+        configs: how "replay" and "conventional" keep the state, with numbers for their windows; `mode` is in force.
+        context: most tokens of a sequence. draft_tokens: most drafts a step.
     """
 
     def __init__(
         self,
-        checkpoint: str | Path,
         *,
-        mode: str = "replay",
-        device: str | None = None,
-        dtype: str | None = None,
-        max_batch: int = 32,
-        context: int | None = None,
-        prefill_chunk: int = 512,
-        window: int | str = "auto",
-        checkpoint_format: str = "fp32",
-        read_copy: str = "none",
-        speculation: str | Drafter | None = None,
-        draft_tokens: int = 3,
-        adaptive: bool = False,
-        deterministic: bool = False,
-        tensor_parallel: dist.ProcessGroup | None = None,
-        cuda_graphs: bool | None = None,
-        progress: bool = False,
-        allow: Several[str] = (),
+        model,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        runner,
+        memory,
+        drafter: Drafter | None,
+        mode: str,
+        configs: dict[str, ReplayConfig],
+        context: int,
+        draft_tokens: int,
+        adaptive: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
-        if mode not in _MODES:
-            raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
-        for name, value in (
-            ("max_batch", max_batch),
-            ("prefill_chunk", prefill_chunk),
-            ("window", 1 if window == "auto" else window),
-            ("context", 1 if context is None else context),
-        ):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}, expected an int")
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
-        self.draft_tokens = _draft_tokens(speculation, draft_tokens, window)
-        self._adaptive = adaptive
-        if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(_DTYPES)}")
-        self.mode = mode
-        self.device = pick_device(device)
-        on_cuda = self.device.type == "cuda"
-        if cuda_graphs and (deterministic or tensor_parallel or not on_cuda):
-            raise ValueError("cuda_graphs need a CUDA device, deterministic=False and no tensor_parallel")
-        whole = ModelConfig.read(checkpoint)
-        parallel = TensorParallel(whole, tensor_parallel) if tensor_parallel else None
-        self.config = parallel.model if parallel else whole
-        self.dtype = _DTYPES[dtype or (self.config.dtype if on_cuda else "float32")]
-        self.context = context or min(self.config.max_position_embeddings, 4096)
-        self._configs = {
-            "replay": self._replay_config(window, checkpoint_format, read_copy),
-            # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
-            "conventional": self._replay_config(2 * (1 + self.draft_tokens)),
-        }
-        weights = Weights(checkpoint, whole, allow)
-        self.dequantized = dict(weights.quantized)
-        if self.dequantized:
-            warnings.warn(_what_is_dequantized(checkpoint, self.dequantized, self.dtype), stacklevel=2)
-        if speculation == "mtp":
-            MTP.require(checkpoint, self.config, weights)
-        self.tokenizer = Tokenizer(checkpoint)
-        together = on_cuda and not deterministic
-        snapshots = mode == "conventional" and self.draft_tokens > 0
-        loader = Loader(
-            self.config,
-            weights,
-            step=STEPS["snapshots" if snapshots else mode],
-            dtype=self.dtype,
-            activation=torch.float32 if deterministic else self.dtype,
-            device=self.device,
-            tiles=RowTiles(fixed=deterministic),
-            parallel=parallel,
-            progress=progress,
-        )
-        self.model = Model(loader)
-        self._drafter = speculation
-        if isinstance(speculation, str):
-            self._drafter = MTP(self.model, loader, together) if speculation == "mtp" else NGram()
-        self.memory = Memory(
-            self.config,
-            self._configs[mode],
-            slots=max_batch,
-            attention_layers=loader.attention_layers,
-            capacity=self.context + self.draft_tokens,  # the last step of a text may draft beyond its end
-            snapshots=snapshots,
-            dtype=self.dtype,
-            device=self.device,
-            first_head=parallel.first_head if parallel else 0,
-        )
-        self._scheduler = Scheduler(max_batch, prefill_chunk)
-        self._runner = Runner(
-            self.model,
-            self.memory,
-            self._drafter,
-            together=together,
-            graphs=together and parallel is None if cuda_graphs is None else cuda_graphs,
-            max_rows=max_batch,
-        )
+        self.config, self.tokenizer, self.memory = model, tokenizer, memory
+        self.mode, self.context, self.draft_tokens = mode, context, draft_tokens
+        self.device, self.dtype = device, dtype
+        self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
+        self._configs, self._adaptive = configs, adaptive
         self._requests = 0
         self._kind = "prefill"  # of the last step
         self._seconds = {"prefill": 0.0, "decode": 0.0}
@@ -394,6 +291,9 @@ class Engine:
                 outcomes = self._decode(sequences)
             for sequence, outcome in zip(sequences, outcomes, strict=True):
                 self._append(sequence, *outcome)
+        except StateLost as loss:
+            self._begin_again(sequences, loss)
+            return []
         except BaseException:
             self._drop(sequences)
             raise
@@ -413,10 +313,10 @@ class Engine:
         tokens: list[int] = []
         after: list[int | None] = []
         for (sequence, _), row in zip(chunks, rows, strict=True):
-            prompt = [*sequence.prompt, None]
+            prompt = [*sequence.prefix, None]
             tokens += prompt[row.start : row.start + row.count]
             after += prompt[row.start + 1 : row.start + row.count + 1]
-        params = [s.params for s, count in chunks if s.prefilled + count == len(s.prompt)]
+        params = [s.params for s, count in chunks if s.prefilled + count == len(s.prefix)]
         outcomes = self._runner.prompts(rows, tokens, after, params, max(s.draft_length for s, _ in chunks))
         for sequence, count in chunks:
             sequence.prefilled += count
@@ -454,6 +354,23 @@ class Engine:
             raise ValueError(f"drafts: token {unknown[0]!r} is outside 0..{self.config.vocab_size - 1}")
         sequence.drafts = drafts
 
+    def _begin_again(self, sequences: list[Sequence], loss: StateLost) -> None:
+        """Has sequences whose state was lost prefilled anew, with the tokens that they have. One that is lost for the
+        second time without a new token in between ends with an error, if the loss is its own or nobody's.
+        """
+        failed = [s for s in sequences if s.lost_at == len(s.tokens) and loss.slot in (None, s.slot)]
+        self._drop(failed)
+        try:
+            for sequence in sequences:
+                if sequence.finish_reason is None:
+                    self.memory.reset(sequence.slot, sequence.request_id)
+                    sequence.begin_again()
+        except BaseException:
+            self._drop(sequences)
+            raise
+        if failed:
+            raise loss
+
     def _drop(self, sequences: list[Sequence]) -> None:
         """Ends sequences that a failure left behind; their slots are reset before reuse."""
         for sequence in sequences:
@@ -461,10 +378,172 @@ class Engine:
                 sequence.finish_reason = "error"
                 self._scheduler.release(sequence)
 
-    def _replay_config(self, window: int | str, checkpoint: str = "fp32", read_copy: str = "none") -> ReplayConfig:
-        activation = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        config = ReplayConfig(window, 1 + self.draft_tokens, checkpoint, read_copy, activation)
-        return SlotLayout(self.config.geometry, config).config
+
+class Engine(Serving):
+    """A model with its memory, serving up to `max_batch` sequences at once; more wait in line.
+
+    Args:
+        checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format. Weights
+            that Model Optimizer quantised (NVFP4, FP8) become numbers of `dtype` when they are loaded, layer by layer;
+            activations are not quantised. `dequantized` has the formats by weight.
+        mode: "replay" (ReplaySSM) or "conventional" (the state is read and written every token).
+        device: "cpu", "cuda", "cuda:1" …; None: CUDA where there is a GPU and the library has the CUDA ops.
+        dtype: "float32", "bfloat16" or "float16"; None: as the checkpoint says on CUDA, float32 on the CPU.
+        max_batch: slots.
+        context: most tokens of a sequence, prompt and generated together; None: the model's max_position_embeddings, at
+            most 4096. The KV cache reserves it for every slot.
+        prefill_chunk: most prompt tokens of one forward pass.
+        window: ReplaySSM's window, tokens between two writes of the state; "auto": what moves the fewest bytes
+            (ReplayConfig).
+        checkpoint_format, read_copy: how ReplaySSM stores the state, ReplayConfig's `checkpoint` and `read_copy`. Mode
+            "conventional" keeps fp32 states whatever they are.
+        speculation: None: one token a step. "mtp": the checkpoint's multi-token-prediction head drafts the tokens after
+            the next one, "ngram": they are copied from where the newest tokens occurred before, or a Drafter. A step
+            verifies them together; the text stays the same, but for ties that rounding decides (`deterministic`).
+        draft_tokens: most drafts a step, 1..15; SamplingParams.draft_tokens may ask for fewer. Ignored without
+            speculation.
+        adaptive: each text's draft length follows its recent acceptance (Sequence.adapt).
+        deterministic: a sequence's bits do not depend on the other sequences. Slower: dense layers run in fixed row
+            tiles, attention sequence by sequence, and decode steps as single launches instead of CUDA graphs. In 16-bit
+            dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
+            rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
+            order.
+        tensor_parallel: a group of torch.distributed whose ranks share every layer (tensor_parallel.py). Each makes the
+            same engine and the same calls in the same order, and gets the same tokens.
+        cuda_graphs: None: on CUDA unless `deterministic` or `tensor_parallel`.
+        progress: show a bar on stderr while weights load.
+        allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or not understood, before anything is allocated.
+        ValueError: an argument is out of range, or CUDA was asked for and is not there.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        mode: str = "replay",
+        device: str | None = None,
+        dtype: str | None = None,
+        max_batch: int = 32,
+        context: int | None = None,
+        prefill_chunk: int = 512,
+        window: int | str = "auto",
+        checkpoint_format: str = "fp32",
+        read_copy: str = "none",
+        speculation: str | Drafter | None = None,
+        draft_tokens: int = 3,
+        adaptive: bool = False,
+        deterministic: bool = False,
+        tensor_parallel: dist.ProcessGroup | None = None,
+        cuda_graphs: bool | None = None,
+        progress: bool = False,
+        allow: Several[str] = (),
+    ):
+        if mode not in _MODES:
+            raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
+        for name, value in (
+            ("max_batch", max_batch),
+            ("prefill_chunk", prefill_chunk),
+            ("window", 1 if window == "auto" else window),
+            ("context", 1 if context is None else context),
+        ):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}, expected an int")
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        drafts = _draft_tokens(speculation, draft_tokens, window)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        place = pick_device(device)
+        on_cuda = place.type == "cuda"
+        if cuda_graphs and (deterministic or tensor_parallel or not on_cuda):
+            raise ValueError("cuda_graphs need a CUDA device, deterministic=False and no tensor_parallel")
+        whole = ModelConfig.read(checkpoint)
+        parallel = TensorParallel(whole, tensor_parallel) if tensor_parallel else None
+        config = parallel.model if parallel else whole
+        dtype = dtype or (config.dtype if on_cuda else "float32")
+        context = context or min(config.max_position_embeddings, 4096)
+        configs = {
+            "replay": _replay_config(config, dtype, drafts, window, checkpoint_format, read_copy),
+            # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
+            "conventional": _replay_config(config, dtype, drafts, 2 * (1 + drafts)),
+        }
+        weights = Weights(checkpoint, whole, allow)
+        self.dequantized = dict(weights.quantized)
+        if self.dequantized:
+            warnings.warn(_what_is_dequantized(checkpoint, self.dequantized, DTYPES[dtype]), stacklevel=2)
+        if speculation == "mtp":
+            MTP.require(checkpoint, config, weights)
+        tokenizer = Tokenizer(checkpoint)
+        together = on_cuda and not deterministic
+        snapshots = mode == "conventional" and drafts > 0
+        loader = Loader(
+            config,
+            weights,
+            step=STEPS["snapshots" if snapshots else mode],
+            dtype=DTYPES[dtype],
+            activation=torch.float32 if deterministic else DTYPES[dtype],
+            device=place,
+            tiles=RowTiles(fixed=deterministic),
+            parallel=parallel,
+            progress=progress,
+        )
+        self.model = Model(loader)
+        drafter = speculation
+        if isinstance(speculation, str):
+            drafter = MTP(self.model, loader, together) if speculation == "mtp" else NGram()
+        memory = Memory(
+            config,
+            configs[mode],
+            slots=max_batch,
+            attention_layers=loader.attention_layers,
+            capacity=context + drafts,  # the last step of a text may draft beyond its end
+            snapshots=snapshots,
+            dtype=DTYPES[dtype],
+            device=place,
+            first_head=parallel.first_head if parallel else 0,
+        )
+        runner = Runner(
+            self.model,
+            memory,
+            drafter,
+            together=together,
+            graphs=together and parallel is None if cuda_graphs is None else cuda_graphs,
+            max_rows=max_batch,
+        )
+        super().__init__(
+            model=config,
+            tokenizer=tokenizer,
+            scheduler=Scheduler(max_batch, prefill_chunk),
+            runner=runner,
+            memory=memory,
+            drafter=drafter,
+            mode=mode,
+            configs=configs,
+            context=context,
+            draft_tokens=drafts,
+            adaptive=adaptive,
+            device=place,
+            dtype=DTYPES[dtype],
+        )
+
+
+def _replay_config(
+    model: ModelConfig, dtype: str, drafts: int, window: int | str, checkpoint: str = "fp32", read_copy: str = "none"
+) -> ReplayConfig:
+    config = ReplayConfig(window, 1 + drafts, checkpoint, read_copy, ACTIVATIONS[dtype])
+    return SlotLayout(model.geometry, config).config
+
+
+def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
+    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
+    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
+    return (
+        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
+        f"({', '.join(places)}); activations are not quantised"
+    )
 
 
 def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: int | str) -> int:
@@ -508,12 +587,3 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
     return device
-
-
-def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
-    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
-    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
-    return (
-        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
-        f"({', '.join(places)}); activations are not quantised"
-    )

@@ -12,6 +12,17 @@ from .kv_cache import KVCache
 from .model_config import MAMBA, ModelConfig
 
 
+class StateLost(RuntimeError):
+    """A pass failed when it had begun to change the state: its sequences must be prefilled anew.
+
+    slot: whose fault it is; None: nobody's in particular.
+    """
+
+    def __init__(self, why: str, slot: int | None = None):
+        super().__init__(why)
+        self.slot = slot
+
+
 @dataclass
 class SavedSlot:
     """A sequence's memory outside the pool, from which it continues bit for bit in any slot."""

@@ -71,7 +71,7 @@ class Scheduler:
         self._last_was_prompt = True
         chunks, total = [], 0
         for sequence in prompts:
-            count = min(self.prefill_chunk, len(sequence.prompt) - sequence.prefilled)
+            count = min(self.prefill_chunk, len(sequence.prefix) - sequence.prefilled)
             if chunks and total + count > self.prefill_chunk:
                 break
             chunks.append((sequence, count))

@@ -13,8 +13,10 @@ class Sequence:
     """A prompt being prefilled, then a text growing by one or, with drafts, more tokens a step.
 
     slot: its memory while it runs, else None. saved: its memory while it is pre-empted, else None.
-    prefilled: prompt tokens that are in memory. tokens, pieces: what was generated, and the text that each token
-    settled. finish_reason: None while it runs, then "stop" (stop token or string), "length", "cancelled" or "error".
+    prefix: what must be in memory before it decodes: its prompt and, where its state was lost, what was generated then.
+    prefilled: how much of that is. lost_at: how many tokens it had when its state was lost last. tokens, pieces: what
+    was generated, and the text that each token settled. finish_reason: None while it runs, then "stop" (stop token or
+    string), "length", "cancelled" or "error".
     max_drafts: most drafts a step. draft_length: how many its next step shall have; `adapt` changes it. drafts: those
     that were proposed for it. steps: tokens that each decode step brought (1 + drafts) and kept.
     """
@@ -32,7 +34,8 @@ class Sequence:
         self.stop_tokens, self._text = stop_tokens, text
         self.slot: int | None = None
         self.saved: SavedSlot | None = None
-        self.prefilled = 0
+        self.prefix, self.prefilled = prompt, 0
+        self.lost_at: int | None = None
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: str | None = None
@@ -42,12 +45,14 @@ class Sequence:
 
     @property
     def in_prompt(self) -> bool:
-        return self.prefilled < len(self.prompt)
+        return self.prefilled < len(self.prefix)
 
     @property
     def length(self) -> int:
         """Tokens in memory. The newest generated token is not: the next step brings it."""
-        return self.prefilled + max(len(self.tokens) - 1, 0)
+        if self.in_prompt:
+            return self.prefilled
+        return len(self.prompt) + max(len(self.tokens) - 1, 0)
 
     @property
     def text(self) -> str:
@@ -66,6 +71,12 @@ class Sequence:
         for token in tokens:
             if self.finish_reason is None:
                 self._append(token)
+
+    def begin_again(self) -> None:
+        """Its memory is empty: the prompt and all tokens so far go through prompt chunks, the last of which brings the
+        next token."""
+        self.prefix, self.prefilled, self.drafts = [*self.prompt, *self.tokens], 0, []
+        self.lost_at = len(self.tokens)
 
     def adapt(self) -> None:
         """One draft more after a step whose drafts were all accepted, one less after one that lost more than half of

@@ -36,10 +36,31 @@ inline replayssm_status check(cudaError_t error, const char* op) {
 
 // Dynamic shared memory that every supported architecture grants on request; more than any kernel here asks for.
 constexpr int kSharedLimit = 99 * 1024;
+// What needs no request: 48 KB, together with the shared memory of fixed size that kernels have, here up to 1.2 KB.
+constexpr int kUnaskedShared = 48 * 1024 - 1280;
 
-// A one-dimensional grid of `blocks` CTAs. Shared memory above the 48 KB that need no permission is permitted here too,
-// not only in load_kernels(): the call is no stream operation, so it may happen under capture. Always up to the same
-// limit, so that no launch takes back what another thread's launch was granted.
+// Permits a kernel dynamic shared memory up to kSharedLimit. Where that and its memory of fixed size are more than the
+// GPU grants a CTA (RTX: 99 KB for both), what is left; the largest window and head then fail when they are launched.
+template <typename Kernel>
+cudaError_t permit_shared(Kernel* kernel) {
+  constexpr auto kAttribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  cudaError_t error = cudaFuncSetAttribute(kernel, kAttribute, kSharedLimit);
+  if (error != cudaErrorInvalidValue) return error;
+  cudaGetLastError();  // it is dealt with
+  int device = 0, granted = 0;
+  cudaFuncAttributes attributes;
+  error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&granted, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, kAttribute, granted - static_cast<int>(attributes.sharedSizeBytes));
+}
+
+// A one-dimensional grid of `blocks` CTAs. Shared memory above what needs no permission is permitted here too, not only
+// in load_kernels(): the call is no stream operation, so it may happen under capture. Always up to the same limit, so
+// that no launch takes back what another thread's launch was granted.
 template <typename... Params>
 replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                         const replayssm_exec& exec, const std::decay_t<Params>&... params) {
@@ -47,8 +68,8 @@ replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t block
     return fail(REPLAYSSM_UNSUPPORTED, "%s: the call needs %lld thread blocks, the limit is %d", op,
                 static_cast<long long>(blocks), INT32_MAX);
   }
-  if (shared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+  if (shared > kUnaskedShared) {
+    const cudaError_t error = permit_shared(kernel);
     if (error != cudaSuccess) return check(error, op);
   }
   kernel<<<static_cast<unsigned>(blocks), threads, shared, stream_of(exec)>>>(params...);

@@ -207,7 +207,7 @@ cudaError_t load_fold_kernels() {
        {fold_kernel<64, float>, fold_kernel<128, float>, fold_kernel<128, __nv_bfloat16>, fold_kernel<128, __half>}) {
     cudaError_t error = load_kernel(kernel);
     if (error == cudaSuccess) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+      error = permit_shared(kernel);
     }
     if (error != cudaSuccess) return error;
   }
