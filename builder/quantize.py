@@ -106,7 +106,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Report:
-    """bytes, source_bytes: of the tensors with their scales, by format. text: what was calibrated on."""
+    """bytes, source_bytes: of the tensors with their scales, by format. text: what was calibrated on. divergence: None
+    if predictions were not compared."""
 
     recipe: str
     modelopt: str
@@ -114,7 +115,7 @@ class Report:
     bytes: dict[str, int]
     source_bytes: dict[str, int]
     errors: list[WeightError]
-    divergence: Divergence
+    divergence: Divergence | None
 
 
 def quantize(
@@ -125,6 +126,7 @@ def quantize(
     *,
     state: ReplayConfig,
     text: str,
+    compare: bool = True,
     progress: Progress = lambda *_: None,
 ) -> Report:
     """Makes the folder `output`.
@@ -137,6 +139,7 @@ def quantize(
         recipe: a name in RECIPES. Those that search for scales need a GPU.
         state: how the config.json of the result says that states be kept. docs/quantize.md has the keys.
         text: what `rows` are, for the report.
+        compare: load the source and then the result into the embedded runtime, and compare their predictions.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or quantised already.
@@ -181,7 +184,7 @@ def quantize(
             bytes=stored_bytes(result),
             source_bytes=stored_bytes(source),
             errors=list(_errors(source, result, progress)),
-            divergence=_divergence(checkpoint, folder, rows, progress),
+            divergence=_divergence(checkpoint, folder, rows, progress) if compare else None,
         )
         (folder / REPORT).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     calibration.forget()
@@ -434,7 +437,15 @@ def _errors(source: Weights, result: Weights, progress: Progress) -> Iterator[We
     progress("measuring errors", len(result.quantized), len(result.quantized))
 
 
-def _divergence(checkpoint: str | Path, folder: Path, rows: torch.Tensor, progress: Progress) -> Divergence:
+def _divergence(checkpoint: str | Path, folder: Path, rows: torch.Tensor, progress: Progress) -> Divergence | None:
+    try:
+        return _compared(checkpoint, folder, rows, progress)
+    except torch.OutOfMemoryError as error:
+        warnings.warn(f"predictions are not compared: {error}", stacklevel=3)
+        return None
+
+
+def _compared(checkpoint: str | Path, folder: Path, rows: torch.Tensor, progress: Progress) -> Divergence:
     length = rows.shape[1]
     vocabulary = ModelConfig.read(checkpoint).vocab_size
     compared = rows[: max(1, _MOST_LOGITS // (length * vocabulary))]

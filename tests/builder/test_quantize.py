@@ -205,8 +205,8 @@ def test_interrupted_calibration_continues(tmp_path, monkeypatch):
             if calibrated == [0, 1, 2]:
                 raise Interrupted
 
-    arguments = dict(state=STATE, text="test")
-    quantize(folder, tmp_path / "whole", TOKENS, **arguments)
+    arguments = dict(state=STATE, text="test", compare=False)
+    assert quantize(folder, tmp_path / "whole", TOKENS, **arguments).divergence is None
     with pytest.raises(Interrupted):
         quantize(folder, tmp_path / "made", TOKENS, progress=progress, **arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "whole", ".made.calibration"}
@@ -257,3 +257,14 @@ def test_command(tmp_path, capsys):
     arguments += ["--output", str(tmp_path / "other"), "--calib", str(TINY / "README.md")]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert "quantising needs modelopt: pip install 'trtllm-replayssm[quantize]'" in result.stderr
+
+
+def test_no_memory_to_compare(tmp_path, monkeypatch):
+    """What was calibrated is not lost."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "_compared", full)
+    with pytest.warns(UserWarning, match="predictions are not compared: CUDA out of memory"):
+        assert module._divergence(TINY, tmp_path, TOKENS, lambda *_: None) is None
