@@ -12,13 +12,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard cmake/*) trtllm_replayssm/_core.cpp \
                   $(shell find cpp plugins -type f)
 
-.PHONY: demo test clean
+.PHONY: demo test triton-server clean
 
 demo: $(VENV)/installed
 	$(BIN)/trtllm-replayssm info
 	$(BIN)/trtllm-replayssm demo --checkpoint examples/tiny-nemotron-h
 
-test: $(VENV)/installed-test build/core/replayssm_test
+test: $(VENV)/installed-test triton-server build/core/replayssm_test
 	build/core/replayssm_test
 	build/core/plugin_test build/core/libtrtllm_replayssm_plugins.so
 	build/core/plugin_harness build/core/libtrtllm_replayssm_plugins.so --quick --few 24 --steps 100 \
@@ -42,6 +42,10 @@ $(VENV)/installed: $(VENV)/bin/python $(NATIVE_SOURCES)
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --quiet --constraint constraints.txt "trtllm-replayssm[test]"
 	touch $@
+
+# tritonserver for the tests. Where it cannot be installed, they are skipped and say so.
+triton-server: $(VENV)/installed
+	scripts/triton_server.sh $(BIN)/python || echo "make: no tritonserver: its tests are skipped"
 
 build/core/replayssm_test: $(VENV)/installed $(NATIVE_SOURCES)
 	$(BIN)/cmake -S . -B build/core -G Ninja "-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja" \

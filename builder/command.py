@@ -134,7 +134,12 @@ def _build(options) -> int:
         config = EngineConfig(**given)
         with ending_on_signals():
             report = build(
-                options.checkpoint, options.output, config, allow=options.allow, plans=not options.no_plans, **common
+                options.checkpoint,
+                options.output,
+                config,
+                allow=options.allow,
+                plans=not options.no_plans,
+                **common,
             )
     bundle = report.bundle
     if options.json:

@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 
 #include <cinttypes>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "replayssm/replayssm.h"
 
@@ -114,6 +116,10 @@ T* pointer(uintptr_t address) {
 
 replayssm_tensor vector(uintptr_t data, int32_t dtype) { return {pointer<void>(data), dtype, {0, 0}}; }
 
+// Where the slots of a pool lie: the address of their blobs; with an external checkpoint also its address, and its
+// bytes from layer to layer and from slot to slot.
+using Slots = std::variant<uintptr_t, std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>;
+
 // Geometry and config of a pool and its extent. The table is one buffer.
 struct Spec {
   replayssm_geometry geometry;
@@ -122,9 +128,9 @@ struct Spec {
   int32_t num_slots, num_layers, first_head;
 
   Spec(const replayssm_geometry& geometry_, const replayssm_config& config_, int32_t num_slots_, int32_t num_layers_,
-       int32_t first_head_)
+       int32_t first_head_, int32_t external)
       : geometry(geometry_), config(config_), num_slots(num_slots_), num_layers(num_layers_), first_head(first_head_) {
-    check(replayssm_layout_init(&geometry, &config, &layout));
+    check(replayssm_layout_external(&geometry, &config, external, &layout));
   }
 
   int64_t table_bytes() const { return replayssm_table_bytes(num_slots, num_layers); }
@@ -143,9 +149,15 @@ struct Spec {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(table(kBase).*part) - kBase);
   }
 
-  replayssm_layer layer(uintptr_t data, int32_t index) const {
+  replayssm_layer layer(const Slots& slots, int32_t index) const {
+    const auto* external = std::get_if<1>(&slots);
+    const uintptr_t data = external ? std::get<0>(*external) : std::get<0>(slots);
     replayssm_layer result;
     check(replayssm_layer_from_blob(&layout, pointer<void>(data + index * layer_stride()), index, &result));
+    if (external) {
+      const auto& [blobs, checkpoint, from_layer, from_slot] = *external;
+      result.checkpoint = {pointer<void>(checkpoint + index * from_layer), from_slot};
+    }
     result.first_head = first_head;
     return result;
   }
@@ -164,6 +176,12 @@ struct Spec {
     const auto exec = execution(stream);
     const auto shared = table(table_);
     finish(replayssm_reset(&exec, &shared, pointer<int32_t>(slots), pointer<int64_t>(streams), rows), stream, shared);
+  }
+
+  void adopt(int64_t stream, uintptr_t table_, uintptr_t slots, uintptr_t streams, int32_t rows) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    finish(replayssm_adopt(&exec, &shared, pointer<int32_t>(slots), pointer<int64_t>(streams), rows), stream, shared);
   }
 
   void plan(int64_t stream, uintptr_t table_, uintptr_t slots, uintptr_t counts, int32_t uniform_count, int32_t rows,
@@ -209,7 +227,7 @@ struct Spec {
     finish(replayssm_abandon(&exec, &shared, pointer<void>(plan_), rows, use), stream, shared);
   }
 
-  void conv_step(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows,
+  void conv_step(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t plan_, int32_t rows,
                  uintptr_t in, int64_t in_stride, uintptr_t weight, int32_t weight_dtype, uintptr_t bias,
                  int32_t bias_dtype, uintptr_t out, int64_t out_stride, int64_t num_tokens, int32_t max_count) const {
     const auto exec = execution(stream);
@@ -225,7 +243,7 @@ struct Spec {
            shared);
   }
 
-  void flush(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows,
+  void flush(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t plan_, int32_t rows,
              uintptr_t A_log, int32_t A_log_dtype) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
@@ -239,12 +257,12 @@ struct Spec {
 
   // snapshots, of kVerify only: address and bytes from slot to slot.
   template <Scan scan, typename... Snapshots>
-  void run(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t plan_, int32_t rows, uintptr_t x,
-           int64_t x_stride0, int64_t x_stride1, uintptr_t B, int64_t B_stride0, int64_t B_stride1, uintptr_t C,
-           int64_t C_stride0, int64_t C_stride1, uintptr_t dt, int32_t dt_dtype, int64_t dt_stride0, int64_t dt_stride1,
-           uintptr_t A_log, int32_t A_log_dtype, uintptr_t D, int32_t D_dtype, uintptr_t dt_bias, int32_t dt_bias_dtype,
-           uintptr_t out, int64_t out_stride0, int64_t out_stride1, float dt_min, float dt_max, int64_t num_tokens,
-           int32_t max_count, Snapshots... snapshots) const {
+  void run(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t plan_, int32_t rows,
+           uintptr_t x, int64_t x_stride0, int64_t x_stride1, uintptr_t B, int64_t B_stride0, int64_t B_stride1,
+           uintptr_t C, int64_t C_stride0, int64_t C_stride1, uintptr_t dt, int32_t dt_dtype, int64_t dt_stride0,
+           int64_t dt_stride1, uintptr_t A_log, int32_t A_log_dtype, uintptr_t D, int32_t D_dtype, uintptr_t dt_bias,
+           int32_t dt_bias_dtype, uintptr_t out, int64_t out_stride0, int64_t out_stride1, float dt_min, float dt_max,
+           int64_t num_tokens, int32_t max_count, Snapshots... snapshots) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
     const auto section = layer(data, layer_);
@@ -280,7 +298,7 @@ struct Spec {
     finish(status, stream, shared);
   }
 
-  void materialize(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t slots, int32_t rows,
+  void materialize(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t slots, int32_t rows,
                    uintptr_t A_log, int32_t A_log_dtype, uintptr_t state, uintptr_t conv_tail) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
@@ -291,13 +309,22 @@ struct Spec {
            stream, shared);
   }
 
-  void restore(int64_t stream, uintptr_t table_, uintptr_t data, int32_t layer_, uintptr_t slots, int32_t rows,
+  void restore(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t slots, int32_t rows,
                uintptr_t state, uintptr_t conv_tail) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
     const auto section = layer(data, layer_);
     finish(replayssm_restore(&exec, &geometry, &config, &section, &shared, pointer<int32_t>(slots), rows,
                              pointer<float>(state), pointer<float>(conv_tail)),
+           stream, shared);
+  }
+
+  void refresh_read_copy(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t slots,
+                         int32_t rows) const {
+    const auto exec = execution(stream);
+    const auto shared = table(table_);
+    const auto section = layer(data, layer_);
+    finish(replayssm_refresh_read_copy(&exec, &geometry, &config, &section, &shared, pointer<int32_t>(slots), rows),
            stream, shared);
   }
 
@@ -358,6 +385,8 @@ NB_MODULE(_core, m) {
   m.attr("DTYPES") = codes(&replayssm_dtype_name);
   m.attr("CHECKPOINT_FORMATS") = codes(&replayssm_checkpoint_name);
   m.attr("READ_COPY_FORMATS") = codes(&replayssm_read_copy_name);
+  m.attr("EXTERNAL_SECTIONS") =
+      codes({{"checkpoint", REPLAYSSM_EXTERNAL_CHECKPOINT}, {"conv_ring", REPLAYSSM_EXTERNAL_CONV_RING}});
   m.attr("COUNTERS") = codes({{"tokens", REPLAYSSM_COUNT_TOKENS},
                               {"flushes", REPLAYSSM_COUNT_FLUSHES},
                               {"state_reads", REPLAYSSM_COUNT_STATE_READS},
@@ -404,12 +433,13 @@ NB_MODULE(_core, m) {
   nb::class_<replayssm_layout>(m, "Layout")
       .def(
           "__init__",
-          [](replayssm_layout* self, const replayssm_geometry& geometry, const replayssm_config& config) {
+          [](replayssm_layout* self, const replayssm_geometry& geometry, const replayssm_config& config,
+             int32_t external) {
             replayssm_layout layout;
-            check(replayssm_layout_init(&geometry, &config, &layout));
+            check(replayssm_layout_external(&geometry, &config, external, &layout));
             new (self) replayssm_layout(layout);
           },
-          nb::arg("geometry"), nb::arg("config"))
+          nb::arg("geometry"), nb::arg("config"), nb::arg("external") = 0)
       .def_ro("version", &replayssm_layout::version)
       .def_ro("ring_rows", &replayssm_layout::ring_rows)
       .def_ro("conv_rows", &replayssm_layout::conv_rows)
@@ -426,13 +456,15 @@ NB_MODULE(_core, m) {
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Spec>(m, "Spec")
-      .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t>(),
-           nb::arg("geometry"), nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"), nb::arg("first_head"))
+      .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t, int32_t>(),
+           nb::arg("geometry"), nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"), nb::arg("first_head"),
+           nb::arg("external") = 0)
       .def_prop_ro("error_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::error); })
       .def_prop_ro("counters_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::counters); })
       .def_prop_ro("cursors_offset", [](const Spec& spec) { return spec.offset_of(&replayssm_table::cursors); })
       .def_prop_ro("table_bytes", &Spec::table_bytes)
       .def("reset", &Spec::reset, unlocked)
+      .def("adopt", &Spec::adopt, unlocked)
       .def("plan", &Spec::plan, unlocked)
       .def("plan_next", &Spec::plan_next, unlocked)
       .def("plan_lengths", &Spec::plan_lengths, unlocked)
@@ -447,5 +479,6 @@ NB_MODULE(_core, m) {
       .def("conventional_verify", &Spec::run<Spec::Scan::kVerify, uintptr_t, int64_t>, unlocked)
       .def("materialize", &Spec::materialize, unlocked)
       .def("restore", &Spec::restore, unlocked)
+      .def("refresh_read_copy", &Spec::refresh_read_copy, unlocked)
       .def("copy", &Spec::copy, unlocked);
 }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `trtllm-replayssm`: info, generate, demo, build, inspect, plan, quantize, eval, convert, trtllm-build and
-doctor.
+"""The command `trtllm-replayssm`.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
-something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree or a benchmark's
+run was invalid, 2 bad input or something missing (one line says what), 130 interrupted, 129 and 143 a build ended by
+SIGHUP or SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import _core, plugins
+from .bench import command as benchmarks
 from .builder import command as engines
 from .builder import plan_command, quantize_command, tensorrt_package
 from .evaluation import command as evaluation
+from .integrations.triton_server import command as triton_server
 from .integrations.trtllm_build import command as trtllm_build
+from .integrations.trtllm_serve import command as serving
 
 PROMPTS = (
     "In the beginning God created",
@@ -144,6 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize_command.add_command(commands, window)
     evaluation.add_commands(commands)
     trtllm_build.add_commands(commands, window)
+    serving.add_commands(commands)
+    benchmarks.add_commands(commands)
+    triton_server.add_commands(commands, window)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser

@@ -2,6 +2,7 @@
 """How a slot lies in memory, as the C library defines it."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +24,8 @@ _PLAIN = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp16_sr": "fp16"}
 
 
 class Section(NamedTuple):
-    """A section of a slot: bytes from the slot's start, row-major shape, element format ("fp32", "bf16", "fp16", or
-    "bytes": chunks of codes and scales).
+    """A section of a slot: bytes from the slot's start (-1: it lies elsewhere), row-major shape, element format
+    ("fp32", "bf16", "fp16", or "bytes": chunks of codes and scales).
     """
 
     offset: int
@@ -36,11 +37,18 @@ class Section(NamedTuple):
 class SlotLayout:
     """The sections of one slot of one layer.
 
+    Args:
+        geometry: sizes of a layer.
+        config: window and formats.
+        external: sections that are not part of the slot's blob: "checkpoint", if an engine's own states are the
+            checkpoints ("fp32", "bf16", "fp16", "fp16_sr" only); "conv_ring", if an engine runs the convolution itself.
+
     Attributes:
         config: with a number for its window.
         sections: name -> Section, in memory order: checkpoint [H, P, N], or [H, chunk] if its format has codes and
             scales; read_copy [H, chunk], if there is one; x_ring [H, R, P], b_ring [G, R, N], delta_ring [H, R],
             conv_ring [conv_rows, conv_channels] (channels x | B | C).
+        external: the code of the external sections.
         slot_stride: bytes of a slot.
         ring_rows: R = window + max_step_tokens. Record r of a slot lies in row r mod R.
         conv_rows: K - 1 + max_step_tokens. Raw convolution input r lies in row r mod conv_rows.
@@ -48,9 +56,10 @@ class SlotLayout:
         version: of the layout.
     """
 
-    def __init__(self, geometry: MambaGeometry, config: ReplayConfig):
+    def __init__(self, geometry: MambaGeometry, config: ReplayConfig, external: Iterable[str] = ()):
         config = resolve(geometry, config)
-        core = _core.Layout(geometry.core, config.core)
+        self.external = external_code(external)
+        core = _core.Layout(geometry.core, config.core, self.external)
         self.geometry = geometry
         self.config = config
         self.version: int = core.version
@@ -86,9 +95,9 @@ class SlotLayout:
             blob: uint8 [..., slot_stride], an array (or CPU tensor) of slots, contiguous in its last dimension.
 
         Returns:
-            name -> array [..., *shape] that shares memory with `blob`. numpy has no bfloat16: a "bf16" section comes as
-            uint16, the upper halves of float32 bits. A checkpoint or read copy of codes and scales comes in parts
-            (NAME is "checkpoint" or "read_copy"), E4M3 and E2M1 as uint8 codes:
+            name -> array [..., *shape] that shares memory with `blob`; external sections are left out. numpy has no
+            bfloat16: a "bf16" section comes as uint16, the upper halves of float32 bits. A checkpoint or read copy of
+            codes and scales comes in parts (NAME is "checkpoint" or "read_copy"), E4M3 and E2M1 as uint8 codes:
             "fp8", "fp8_sr": NAME.codes [H, P, N], NAME.row_scales fp32 [H, P];
             "nvfp4", "nvfp4_amax": NAME.codes [H, P, N/2], the even column in the low four bits, NAME.block_scales
             [H, P, N/16], NAME.head_scale fp32 [H], and of a read copy "nvfp4" NAME.column_scales [H, N];
@@ -102,6 +111,8 @@ class SlotLayout:
             raise ValueError(f"blob: expected contiguous slots [..., {self.slot_stride}], got shape {blob.shape}")
         arrays = {}
         for name, s in self.sections.items():
+            if s.offset < 0:
+                continue
             section = blob[..., s.offset : s.offset + s.bytes].view(_NUMPY[s.dtype]).reshape(*blob.shape[:-1], *s.shape)
             if s.dtype == "bytes":
                 arrays.update({f"{name}.{part}": array for part, array in self._parts(name, section)})
@@ -121,6 +132,8 @@ class SlotLayout:
         """
         if name not in ("checkpoint", "read_copy") or name not in self.sections:
             raise ValueError(f'name: expected "checkpoint" or, with a read copy, "read_copy", got {name!r}')
+        if self.sections[name].offset < 0:
+            raise ValueError(f"name: expected a section of the blob, got {name!r}, which lies elsewhere")
         arrays = self.unpack(blob)
         if name in arrays:
             plain = arrays[name]
@@ -167,3 +180,13 @@ class SlotLayout:
             "record_bytes_read": counts["record_reads"] * self.record_bytes,
             "record_bytes_written": counts["record_writes"] * self.record_bytes,
         }
+
+
+def external_code(names: Iterable[str]) -> int:
+    """The library's code of external sections. ValueError for a name that is none."""
+    code = 0
+    for name in names:
+        if name not in _core.EXTERNAL_SECTIONS:
+            raise ValueError(f"external: expected any of {', '.join(_core.EXTERNAL_SECTIONS)}, got {name!r}")
+        code |= _core.EXTERNAL_SECTIONS[name]
+    return code

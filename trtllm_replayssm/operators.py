@@ -20,12 +20,14 @@ DTYPE_CODES = {ACTIVATIONS[name]: code for name, code in _core.DTYPES.items()}
 
 _POOL = "Tensor(a!) table, Tensor(b!) data, str spec"
 _LAYER = f"{_POOL}, int layer, Tensor plan, int rows"
+_CHECKPOINT = "*, Tensor(e!)? checkpoint=None"  # of a pool whose checkpoints lie in another's tensor
 _SCAN = (
     f"{_LAYER}, Tensor x, Tensor B, Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, "
     "float dt_min, float dt_max, int max_count"
 )
 SCHEMAS = {
     "reset": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
+    "adopt": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
     "plan": "Tensor(a!) table, str spec, Tensor slots, Tensor? counts, int uniform_count, int rows, Tensor(b!) plan",
     "plan_next": "Tensor(a!) table, str spec, Tensor slots, Tensor counts, Tensor accepted, int row_tokens, "
     "Tensor(b!) plan",
@@ -34,21 +36,26 @@ SCHEMAS = {
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
-    "flush": f"{_LAYER}, Tensor A_log",
-    "step": f"{_SCAN}, bool flushed",
-    "prefill": _SCAN,
-    "conventional_step": _SCAN,
-    "conventional_verify": f"{_SCAN}, Tensor(d!) snapshots",
+    "flush": f"{_LAYER}, Tensor A_log, {_CHECKPOINT}",
+    "step": f"{_SCAN}, bool flushed, {_CHECKPOINT}",
+    "prefill": f"{_SCAN}, {_CHECKPOINT}",
+    "conventional_step": f"{_SCAN}, {_CHECKPOINT}",
+    "conventional_verify": f"{_SCAN}, Tensor(d!) snapshots, {_CHECKPOINT}",
     "materialize": "Tensor(a!) table, Tensor data, str spec, int layer, Tensor slots, Tensor? A_log, Tensor(b!) state, "
-    "Tensor(c!) conv_tail",
+    "Tensor(c!)? conv_tail, *, Tensor? checkpoint=None",
     "restore": f"{_POOL}, int layer, Tensor slots, Tensor state, Tensor conv_tail",
+    "refresh_read_copy": f"{_POOL}, int layer, Tensor slots, *, Tensor? checkpoint=None",
     "copy": f"{_POOL}, Tensor src, Tensor dst",
 }
 
 
-def pool_spec(geometry: MambaGeometry, config: ReplayConfig, num_slots: int, num_layers: int, first_head: int) -> str:
-    """The text that names a kind of pool: geometry | config | slots, layers, first head, in their fields' order."""
-    extent = (num_slots, num_layers, first_head)
+def pool_spec(
+    geometry: MambaGeometry, config: ReplayConfig, num_slots: int, num_layers: int, first_head: int, external: int = 0
+) -> str:
+    """The text that names a kind of pool: geometry | config | slots, layers, first head, external sections, in their
+    fields' order.
+    """
+    extent = (num_slots, num_layers, first_head, external)
     return " ".join(str(value) for value in (*astuple(geometry), *astuple(config), *extent))
 
 
@@ -80,8 +87,21 @@ def _address_dtype(tensor: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPE_CODES[tensor.dtype])
 
 
+def _slots(data: torch.Tensor, checkpoint: torch.Tensor | None) -> int | tuple[int, int, int, int]:
+    """Where the slots lie: blobs alone, or also the checkpoints outside of them [layers, slots, H, P, N]."""
+    if checkpoint is None:
+        return data.data_ptr()
+    layer_stride, slot_stride = checkpoint.stride()[:2]
+    size = checkpoint.element_size()
+    return data.data_ptr(), checkpoint.data_ptr(), layer_stride * size, slot_stride * size
+
+
 def reset(table, spec, slots, streams):
     core_spec(spec).reset(_stream(table), table.data_ptr(), slots.data_ptr(), streams.data_ptr(), slots.numel())
+
+
+def adopt(table, spec, slots, streams):
+    core_spec(spec).adopt(_stream(table), table.data_ptr(), slots.data_ptr(), streams.data_ptr(), slots.numel())
 
 
 def plan(table, spec, slots, counts, uniform_count, rows, plan):
@@ -146,17 +166,16 @@ def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_
     )
 
 
-def flush(table, data, spec, layer, plan, rows, A_log):
-    core_spec(spec).flush(
-        _stream(table), table.data_ptr(), data.data_ptr(), layer, plan.data_ptr(), rows, *_address_dtype(A_log)
-    )
+def flush(table, data, spec, layer, plan, rows, A_log, checkpoint=None):
+    slots = _slots(data, checkpoint)
+    core_spec(spec).flush(_stream(table), table.data_ptr(), slots, layer, plan.data_ptr(), rows, *_address_dtype(A_log))
 
 
-def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count, *more):
+def _scan(run, table, slots, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count, *more):
     run(
         _stream(table),
         table.data_ptr(),
-        data.data_ptr(),
+        slots,
         layer,
         plan.data_ptr(),
         rows,
@@ -181,37 +200,38 @@ def _scan(run, table, data, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, o
     )
 
 
-def step(table, data, spec, *arguments):
+def step(table, data, spec, *arguments, checkpoint=None):
     *arguments, flushed = arguments
     core = core_spec(spec)
-    _scan(core.step_flushed if flushed else core.step, table, data, *arguments)
+    _scan(core.step_flushed if flushed else core.step, table, _slots(data, checkpoint), *arguments)
 
 
-def prefill(table, data, spec, *arguments):
-    _scan(core_spec(spec).prefill, table, data, *arguments)
+def prefill(table, data, spec, *arguments, checkpoint=None):
+    _scan(core_spec(spec).prefill, table, _slots(data, checkpoint), *arguments)
 
 
-def conventional_step(table, data, spec, *arguments):
-    _scan(core_spec(spec).conventional_step, table, data, *arguments)
+def conventional_step(table, data, spec, *arguments, checkpoint=None):
+    _scan(core_spec(spec).conventional_step, table, _slots(data, checkpoint), *arguments)
 
 
-def conventional_verify(table, data, spec, *arguments):
+def conventional_verify(table, data, spec, *arguments, checkpoint=None):
     *arguments, snapshots = arguments
     stride = snapshots.stride(0) * snapshots.element_size()
-    _scan(core_spec(spec).conventional_verify, table, data, *arguments, snapshots.data_ptr(), stride)
+    core = core_spec(spec)
+    _scan(core.conventional_verify, table, _slots(data, checkpoint), *arguments, snapshots.data_ptr(), stride)
 
 
-def materialize(table, data, spec, layer, slots, A_log, state, conv_tail):
+def materialize(table, data, spec, layer, slots, A_log, state, conv_tail, checkpoint=None):
     core_spec(spec).materialize(
         _stream(table),
         table.data_ptr(),
-        data.data_ptr(),
+        _slots(data, checkpoint),
         layer,
         slots.data_ptr(),
         slots.numel(),
         *_address_dtype(A_log),
         state.data_ptr(),
-        conv_tail.data_ptr(),
+        _address(conv_tail),
     )
 
 
@@ -228,6 +248,12 @@ def restore(table, data, spec, layer, slots, state, conv_tail):
     )
 
 
+def refresh_read_copy(table, data, spec, layer, slots, checkpoint=None):
+    core_spec(spec).refresh_read_copy(
+        _stream(table), table.data_ptr(), _slots(data, checkpoint), layer, slots.data_ptr(), slots.numel()
+    )
+
+
 def copy(table, data, spec, src, dst):
     core_spec(spec).copy(_stream(table), table.data_ptr(), data.data_ptr(), src.data_ptr(), dst.data_ptr(), src.numel())
 
@@ -237,17 +263,17 @@ def _on_its_device(op):
     from its own device only."""
 
     @wraps(op)
-    def run(table, *arguments):
+    def run(table, *arguments, **named):
         if torch.cuda.current_device() == table.device.index:
-            op(table, *arguments)
+            op(table, *arguments, **named)
         else:
             with torch.cuda.device(table.device):
-                op(table, *arguments)
+                op(table, *arguments, **named)
 
     return run
 
 
-def _no_output(*arguments):
+def _no_output(*arguments, **named):
     """The fake kernel of every operator: they only mutate."""
 
 

@@ -235,7 +235,8 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     if layer in plan.done:
         raise ValueError(f"layer: expected one whose op has not run on this plan, got {layer} again; its tokens are in")
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
-    operator(*call, x, B, C, dt, A_log, D, dt_bias, out, low, high, max_count, *more)
+    scan = (x, B, C, dt, A_log, D, dt_bias, out, low, high, max_count, *more)
+    operator(*call, *scan, checkpoint=pool.checkpoint)
     # After the op, so that one that raised leaves the plan as it was.
     plan.note_use(use, layer)
     pool.decay[layer] = A_log

@@ -12,6 +12,11 @@ USE_CODES = {STEPPED: _core.STEPPED, FOLDED: _core.FOLDED, SNAPSHOTTED: _core.SN
 class Plan:
     """The plan of one step, made by `StatePool.plan` and ended by `commit` or `abandon`.
 
+    Args:
+        pool, rows: the attributes.
+        memory: uint8 on the pool's device for its buffer, at least `_core.plan_bytes(rows)`. Plans of which no two are
+            outstanding at once may share it. None: its own.
+
     Attributes:
         pool: the pool that made it.
         rows: number of rows, padded ones included.
@@ -29,10 +34,13 @@ class Plan:
 
     __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "done", "open")
 
-    def __init__(self, pool, rows: int):
+    def __init__(self, pool, rows: int, memory: torch.Tensor | None = None):
         self.pool = pool
         self.rows = rows
-        self.buffer = torch.empty(_core.plan_bytes(rows), dtype=torch.uint8, device=pool.device)
+        bytes_needed = _core.plan_bytes(rows)
+        if memory is None:
+            memory = torch.empty(bytes_needed, dtype=torch.uint8, device=pool.device)
+        self.buffer = memory[:bytes_needed]
         self.counts: list[int] | None = None
         self.num_tokens: int | None = None
         self.max_count: int | None = None

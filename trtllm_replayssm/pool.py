@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of all sequences: slots, cursors, and what moves them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -65,11 +66,16 @@ class StatePool:
         device: "cpu" or a CUDA device.
         first_head: index of the pool's head 0 among the heads of all tensor-parallel ranks. Stochastic rounding then
             gives a head the same bits whatever the rank that has it.
+        external: sections that the pool does not hold. "checkpoint": the tensor [num_layers, num_slots, H, P, N] that
+            an engine keeps its states in, of the checkpoint's dtype, any strides in its first two dimensions; a slot's
+            state is then `adopt`ed there. "conv_ring": None; the engine runs the convolution. Such a pool does not
+            `save`, `load`, `copy` or `restore`.
 
     Attributes:
         config: with a number for its window.
         layout: SlotLayout of a slot.
         data: uint8 [num_layers, num_slots, layout.slot_stride], the slots.
+        checkpoint: the external checkpoint, or None.
         table: uint8, the error word, counters, cursors and restore marks.
         decay: per layer, the A_log that a layer op was last given, or None.
         snapshots_dtype, snapshots_shape: of a layer's snapshots for `ops.conventional_verify`: the checkpoint's dtype
@@ -84,6 +90,7 @@ class StatePool:
         num_layers: int,
         device: torch.device | str = "cpu",
         first_head: int = 0,
+        external: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
     ):
         num_slots = int32_field("num_slots", num_slots)
         num_layers = int32_field("num_layers", num_layers)
@@ -103,7 +110,7 @@ class StatePool:
         if device.type == "cuda" and not _core.has_cuda():
             raise NotImplementedError("device: this build has CPU ops only; install where nvcc is found for CUDA ops")
         self.geometry = geometry
-        self.layout = SlotLayout(geometry, config)
+        self.layout = SlotLayout(geometry, config, external)
         self.config = config = self.layout.config
         self.num_slots = num_slots
         self.num_layers = num_layers
@@ -112,11 +119,16 @@ class StatePool:
         self.activations = frozenset({self.activation})
         self.snapshots_dtype = ACTIVATIONS.get(config.checkpoint) if config.read_copy == "none" else None
         self.snapshots_shape = (num_slots, config.max_step_tokens, *self._state_shapes(1)[0][1:])
-        self.spec = pool_spec(geometry, config, num_slots, num_layers, first_head)
+        self.spec = pool_spec(geometry, config, num_slots, num_layers, first_head, self.layout.external)
         self._core = core_spec(self.spec)
         self.data = torch.zeros((num_layers, num_slots, self.layout.slot_stride), dtype=torch.uint8, device=device)
         self.table = torch.zeros(self._core.table_bytes, dtype=torch.uint8, device=device)
         self.device = self.data.device
+        self.checkpoint = external.get("checkpoint")
+        if "checkpoint" in external:
+            self._require_checkpoint()
+        if external.get("conv_ring") is not None:
+            raise ValueError("external: expected None for conv_ring: no op touches it")
         self.decay: list[torch.Tensor | None] = [None] * num_layers
         self._next_stream = 0
         if self.device.type == "cuda":
@@ -133,6 +145,20 @@ class StatePool:
             streams: ids of the sequences, ints 0..2**64-1 or int64 [rows], the key of stochastic rounding. None: the
                 next numbers of a counter of this pool.
         """
+        self._begin(_ops.reset, slots, streams)
+
+    def adopt(self, slots, streams=None):
+        """What `reset` does, but the checkpoints hold the slots' states, written by another (an engine's prefill).
+
+        With a read copy, `refresh_read_copy` must follow in every layer before the slots are planned.
+
+        Args:
+            slots: ints or int32 [rows]; -1 is skipped; a tensor may name a slot twice.
+            streams: as for `reset`.
+        """
+        self._begin(_ops.adopt, slots, streams)
+
+    def _begin(self, operator, slots, streams):
         slots = self._slots("slots", slots, padding=True)
         rows = slots.numel()
         counted = streams is None
@@ -145,7 +171,7 @@ class StatePool:
             signed = [stream - 2**64 if stream >= 2**63 else stream for stream in streams]
             streams = upload("streams", signed, self.device, torch.int64)
         _require_rows("streams", streams.numel(), rows)
-        _ops.reset(self.table, self.spec, slots, streams)
+        operator(self.table, self.spec, slots, streams)
         if counted:
             self._next_stream += rows
 
@@ -241,7 +267,9 @@ class StatePool:
 
     # ---- on demand ----
 
-    def materialize(self, layer: int, slots, A_log: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def materialize(
+        self, layer: int, slots, A_log: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """State and convolution inputs of a layer after the committed tokens. Disturbs nothing.
 
         Args:
@@ -251,7 +279,7 @@ class StatePool:
 
         Returns:
             state, fp32 [rows, H, P, N], and conv_tail, fp32 [rows, K-1, conv_channels]: the last raw inputs, oldest
-            first (0 before the sequence's first token).
+            first (0 before the sequence's first token); None in place of these if the convolution is another's.
 
         Raises:
             ValueError: among others, a slot with records while no A_log is known.
@@ -264,8 +292,11 @@ class StatePool:
             require_tensor(self, "A_log", A_log, (self.geometry.num_heads,), FLOATS, WHOLE)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         state = torch.zeros(state_shape, dtype=torch.float32, device=self.device)
-        conv_tail = torch.zeros(tail_shape, dtype=torch.float32, device=self.device)
-        _ops.materialize(self.table, self.data, self.spec, layer, slots, A_log, state, conv_tail)
+        conv_tail = None
+        if self.layout.sections["conv_ring"].offset >= 0:
+            conv_tail = torch.zeros(tail_shape, dtype=torch.float32, device=self.device)
+        call = (self.table, self.data, self.spec, layer, slots, A_log, state, conv_tail)
+        _ops.materialize(*call, checkpoint=self.checkpoint)
         return state, conv_tail
 
     def restore(self, layer: int, slots, state: torch.Tensor, conv_tail: torch.Tensor):
@@ -279,12 +310,27 @@ class StatePool:
             state: fp32 [rows, H, P, N], contiguous.
             conv_tail: fp32 [rows, K-1, conv_channels], contiguous, oldest first.
         """
+        self._require_whole("restore")
         require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         require_tensor(self, "state", state, state_shape, _FP32, WHOLE)
         require_tensor(self, "conv_tail", conv_tail, tail_shape, _FP32, WHOLE)
         _ops.restore(self.table, self.data, self.spec, layer, slots, state, conv_tail)
+
+    def refresh_read_copy(self, layer: int, slots):
+        """Casts the read copies of slots anew from their checkpoints, as stored, after another wrote those.
+
+        Args:
+            layer: 0..num_layers-1.
+            slots: ints or int32 [rows], closed; -1 and empty slots are skipped; a tensor may name a slot twice.
+
+        Raises:
+            ValueError: among others, a pool without a read copy.
+        """
+        require_layer(layer, self.num_layers)
+        slots = self._slots("slots", slots, padding=True)
+        _ops.refresh_read_copy(self.table, self.data, self.spec, layer, slots, checkpoint=self.checkpoint)
 
     def copy(self, src_slots, dst_slots):
         """Copies whole slots, all layers and cursors: the copy continues bit for bit like its source.
@@ -293,6 +339,7 @@ class StatePool:
             src_slots: ints or int32 [rows], closed and valid.
             dst_slots: ints or int32 [rows], closed, distinct, no sources.
         """
+        self._require_whole("copy")
         src = self._slots("src_slots", src_slots, padding=False, distinct=False)
         dst = self._slots("dst_slots", dst_slots, padding=False)
         _require_rows("dst_slots", dst.numel(), src.numel())
@@ -308,6 +355,7 @@ class StatePool:
             uint8 [bytes] on the CPU, a copy. Loaded into any slots of any pool of equal geometry, config, layers and
             first head, in any process, the sequences continue bit for bit.
         """
+        self._require_whole("save")
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
         picked = torch.tensor(rows, dtype=torch.int64, device=self.device)
         cursors = self._cursors.index_select(0, picked).cpu()
@@ -330,6 +378,7 @@ class StatePool:
         Raises:
             ValueError: what differs between the blob and this pool, before the pool is touched.
         """
+        self._require_whole("load")
         rows = distinct_slots("slots", host_rows("slots", slots, 0, self.num_slots - 1))
         parts = snapshot.parse(blob, self.layout, self.num_layers, self.first_head, len(rows))
         cursors = parts.cursors.clone().view(torch.int64)
@@ -420,6 +469,20 @@ class StatePool:
         return cursors.view(self.num_slots, _core.CURSOR_BYTES).view(torch.int64)
 
     # ---- arguments ----
+
+    def _require_checkpoint(self):
+        """TypeError or ValueError unless the external checkpoint is one of this pool."""
+        shape = (self.num_layers, self.num_slots, *self._state_shapes(1)[0][1:])
+        dtype = torch.float16 if self.config.checkpoint == "fp16_sr" else ACTIVATIONS[self.config.checkpoint]
+        require_tensor(self, "external checkpoint", self.checkpoint, shape, frozenset({dtype}), STRIDED)
+        if self.num_layers and not self.checkpoint[0, 0].is_contiguous():
+            strides = self.checkpoint.stride()
+            raise ValueError(f"external checkpoint: expected contiguous states [H, P, N], got strides {strides}")
+
+    def _require_whole(self, what: str):
+        """NotImplementedError if the blobs are not all there is of a slot."""
+        if self.layout.external:
+            raise NotImplementedError(f"{what}: expected a pool that holds whole slots, got one with external sections")
 
     def _slots(self, name: str, slots, padding: bool, distinct: bool = True) -> torch.Tensor:
         if isinstance(slots, torch.Tensor):

@@ -112,6 +112,24 @@ replayssm_status check_layer_op(const replayssm_exec* exec, const replayssm_geom
   return check_rows(rows);
 }
 
+// An op that reads or writes states.
+replayssm_status check_state_op(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                const replayssm_config* config, const replayssm_layer* layer,
+                                const replayssm_table* table, int32_t rows, Problem* problem) {
+  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, problem));
+  const replayssm_buffer& checkpoint = layer->checkpoint;
+  if (!checkpoint.base) return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected a checkpoint buffer, got NULL");
+  if (reinterpret_cast<uintptr_t>(checkpoint.base) % 16 != 0 || checkpoint.slot_stride % 16 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "checkpoint: expected multiples of 16 bytes, got base %p, slot stride %lld",
+                checkpoint.base, (long long)checkpoint.slot_stride);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status check_conv_ring(const replayssm_layer& layer) {
+  if (layer.conv_ring.base) return REPLAYSSM_OK;
+  return fail(REPLAYSSM_INVALID_ARGUMENT, "layer: expected a conv_ring buffer, got NULL: the convolution is another's");
+}
+
 replayssm_status check_token_counts(int64_t num_tokens, int32_t max_count) {
   if (num_tokens < 0)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "num_tokens: expected >= 0, got %lld", (long long)num_tokens);
@@ -217,10 +235,16 @@ replayssm_status replayssm_load_kernels(void) {
 
 replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
                                        replayssm_layout* layout) {
+  return replayssm_layout_external(geometry, config, 0, layout);
+}
+
+replayssm_status replayssm_layout_external(const replayssm_geometry* geometry, const replayssm_config* config,
+                                           int32_t external, replayssm_layout* layout) {
   Problem problem;
   REPLAYSSM_RETURN_IF_ERROR(make_problem(geometry, config, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_external(*config, external));
   REPLAYSSM_REQUIRE_POINTER(layout);
-  *layout = make_layout(*geometry, *config);
+  *layout = make_layout(*geometry, *config, external);
   return REPLAYSSM_OK;
 }
 
@@ -235,7 +259,8 @@ replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void*
   if (reinterpret_cast<uintptr_t>(base) % 16 != 0)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "base: expected a multiple of 16 bytes, got %p", base);
   auto at = [&](const replayssm_section& section) {
-    return replayssm_buffer{section.bytes ? static_cast<char*>(base) + section.offset : nullptr, layout->slot_stride};
+    const bool in_blob = section.bytes > 0 && section.offset >= 0;
+    return replayssm_buffer{in_blob ? static_cast<char*>(base) + section.offset : nullptr, layout->slot_stride};
   };
   *out = {at(layout->checkpoint),
           at(layout->read_copy),
@@ -275,15 +300,25 @@ replayssm_status replayssm_table_from_buffer(void* base, int32_t num_slots, int3
   return REPLAYSSM_OK;
 }
 
-replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
-                                 const int64_t* streams, int32_t rows) {
+static replayssm_status begin_sequences(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
+                                        const int64_t* streams, int32_t rows, int64_t writes) {
   REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
   REPLAYSSM_RETURN_IF_ERROR(check_table(table));
   REPLAYSSM_RETURN_IF_ERROR(check_rows(rows));
   if (rows == 0) return REPLAYSSM_OK;
   REPLAYSSM_REQUIRE_POINTER(slots);
   REPLAYSSM_REQUIRE_POINTER(streams);
-  return REPLAYSSM_DISPATCH(reset, *table, slots, streams, rows);
+  return REPLAYSSM_DISPATCH(reset, *table, slots, streams, rows, writes);
+}
+
+replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
+                                 const int64_t* streams, int32_t rows) {
+  return begin_sequences(exec, table, slots, streams, rows, 0);
+}
+
+replayssm_status replayssm_adopt(const replayssm_exec* exec, const replayssm_table* table, const int32_t* slots,
+                                 const int64_t* streams, int32_t rows) {
+  return begin_sequences(exec, table, slots, streams, rows, 1);
 }
 
 replayssm_status replayssm_plan(const replayssm_exec* exec, const replayssm_geometry* geometry,
@@ -379,6 +414,7 @@ replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm
     REPLAYSSM_RETURN_IF_ERROR(check_activation("in", args->in, config->activation));
     REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, config->activation));
   }
+  REPLAYSSM_RETURN_IF_ERROR(check_conv_ring(*layer));
   REPLAYSSM_REQUIRE_POINTER(args->weight.data);
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("weight", args->weight));
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("bias", args->bias));
@@ -390,7 +426,7 @@ replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geo
                                  const replayssm_table* table, const void* plan, int32_t rows,
                                  const replayssm_tensor* A_log) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_REQUIRE_POINTER(A_log);
   REPLAYSSM_REQUIRE_POINTER(A_log->data);
@@ -404,7 +440,7 @@ replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geom
                                 const replayssm_table* table, const void* plan, int32_t rows,
                                 const replayssm_scan_args* args, int32_t flushed) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
   if (rows == 0) return REPLAYSSM_OK;
@@ -416,7 +452,7 @@ replayssm_status replayssm_prefill(const replayssm_exec* exec, const replayssm_g
                                    const replayssm_table* table, const void* plan, int32_t rows,
                                    const replayssm_scan_args* args) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
   if (rows == 0) return REPLAYSSM_OK;
@@ -428,7 +464,7 @@ replayssm_status replayssm_conventional_step(const replayssm_exec* exec, const r
                                              const replayssm_table* table, const void* plan, int32_t rows,
                                              const replayssm_scan_args* args) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_RETURN_IF_ERROR(check_conventional("conventional_step", problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
@@ -441,7 +477,7 @@ replayssm_status replayssm_conventional_verify(const replayssm_exec* exec, const
                                                const replayssm_table* table, const void* plan, int32_t rows,
                                                const replayssm_scan_args* args, const replayssm_buffer* snapshots) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_RETURN_IF_ERROR(check_conventional("conventional_verify", problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
@@ -455,9 +491,10 @@ replayssm_status replayssm_materialize(const replayssm_exec* exec, const replays
                                        const replayssm_table* table, const int32_t* slots, int32_t rows,
                                        const replayssm_tensor* A_log, float* state, float* conv_tail) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(A_log);
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("A_log", *A_log));
+  if (conv_tail) REPLAYSSM_RETURN_IF_ERROR(check_conv_ring(*layer));
   if (rows == 0) return REPLAYSSM_OK;
   REPLAYSSM_REQUIRE_POINTER(slots);
   return REPLAYSSM_DISPATCH(materialize, problem, *layer, *table, slots, rows, *A_log, state, conv_tail);
@@ -468,13 +505,27 @@ replayssm_status replayssm_restore(const replayssm_exec* exec, const replayssm_g
                                    const replayssm_table* table, const int32_t* slots, int32_t rows, const float* state,
                                    const float* conv_tail) {
   Problem problem;
-  REPLAYSSM_RETURN_IF_ERROR(check_layer_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
+  REPLAYSSM_RETURN_IF_ERROR(check_conv_ring(*layer));
   REPLAYSSM_REQUIRE_POINTER(table->restored);
   if (rows == 0) return REPLAYSSM_OK;
   REPLAYSSM_REQUIRE_POINTER(slots);
   REPLAYSSM_REQUIRE_POINTER(state);
   REPLAYSSM_REQUIRE_POINTER(conv_tail);
   return REPLAYSSM_DISPATCH(restore, problem, *layer, *table, slots, rows, state, conv_tail);
+}
+
+replayssm_status replayssm_refresh_read_copy(const replayssm_exec* exec, const replayssm_geometry* geometry,
+                                             const replayssm_config* config, const replayssm_layer* layer,
+                                             const replayssm_table* table, const int32_t* slots, int32_t rows) {
+  Problem problem;
+  REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
+  if (config->read_copy == REPLAYSSM_READ_COPY_NONE)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "refresh_read_copy: expected a config with a read copy, got read_copy='none'");
+  if (rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(slots);
+  return REPLAYSSM_DISPATCH(refresh_read_copy, problem, *layer, *table, slots, rows);
 }
 
 replayssm_status replayssm_copy(const replayssm_exec* exec, const replayssm_table* table, void* data,

@@ -111,7 +111,18 @@ replayssm_status check_config(const replayssm_config& c) {
   return REPLAYSSM_OK;
 }
 
-replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config& c) {
+replayssm_status check_external(const replayssm_config& c, int32_t external) {
+  constexpr int32_t kAll = REPLAYSSM_EXTERNAL_CHECKPOINT | REPLAYSSM_EXTERNAL_CONV_RING;
+  if (external & ~kAll) return fail(REPLAYSSM_INVALID_ARGUMENT, "external: unknown sections 0x%x", external & ~kAll);
+  if (external & REPLAYSSM_EXTERNAL_CHECKPOINT && c.checkpoint > REPLAYSSM_CHECKPOINT_FP16_SR)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "external: expected checkpoint='fp32', 'bf16', 'fp16' or 'fp16_sr' where the checkpoint is another's "
+                "tensor, got '%s'",
+                replayssm_checkpoint_name(c.checkpoint));
+  return REPLAYSSM_OK;
+}
+
+replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config& c, int32_t external) {
   replayssm_layout layout{};
   layout.version = REPLAYSSM_LAYOUT_VERSION;
   layout.ring_rows = c.window + c.max_step_tokens;
@@ -124,16 +135,18 @@ replayssm_layout make_layout(const replayssm_geometry& g, const replayssm_config
   const int64_t H = g.num_heads, P = g.head_dim, G = g.num_groups, N = g.state_dim, R = layout.ring_rows;
   const int64_t activation = dtype_bytes(c.activation);
   int64_t end = 0;
-  auto place = [&end](replayssm_section& section, int64_t bytes) {
-    section = {end, bytes};
-    end = align_up(end + bytes);
+  auto place = [&end](replayssm_section& section, int64_t bytes, bool elsewhere = false) {
+    section = {elsewhere ? -1 : end, bytes};
+    if (!elsewhere) end = align_up(end + bytes);
   };
-  place(layout.checkpoint, H * layout.checkpoint_head_bytes);
+  layout.external = external;
+  place(layout.checkpoint, H * layout.checkpoint_head_bytes, external & REPLAYSSM_EXTERNAL_CHECKPOINT);
   place(layout.read_copy, H * layout.read_copy_head_bytes);
   place(layout.x_ring, H * R * P * activation);
   place(layout.b_ring, G * R * N * activation);
   place(layout.delta_ring, H * R * 4);
-  place(layout.conv_ring, int64_t{layout.conv_rows} * layout.conv_channels * activation);
+  place(layout.conv_ring, int64_t{layout.conv_rows} * layout.conv_channels * activation,
+        external & REPLAYSSM_EXTERNAL_CONV_RING);
   layout.slot_stride = end;
   return layout;
 }

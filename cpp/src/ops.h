@@ -39,7 +39,7 @@ struct LengthsArgs {
 
 #define REPLAYSSM_DECLARE_OPS                                                                                         \
   replayssm_status reset(const replayssm_exec&, const replayssm_table&, const int32_t* slots, const int64_t* streams, \
-                         int32_t rows);                                                                               \
+                         int32_t rows, int64_t writes);                                                               \
   replayssm_status plan(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,          \
                         const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan);                      \
   replayssm_status plan_next(const replayssm_exec&, const Problem&, const replayssm_table&, const int32_t* slots,     \
@@ -70,6 +70,8 @@ struct LengthsArgs {
                                float* conv_tail);                                                                     \
   replayssm_status restore(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,     \
                            const int32_t* slots, int32_t rows, const float* state, const float* conv_tail);           \
+  replayssm_status refresh_read_copy(const replayssm_exec&, const Problem&, const replayssm_layer&,                   \
+                                     const replayssm_table&, const int32_t* slots, int32_t rows);                     \
   replayssm_status copy(const replayssm_exec&, const replayssm_table&, void* data, int64_t layer_stride,              \
                         int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows);
 

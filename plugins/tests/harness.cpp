@@ -1034,7 +1034,7 @@ std::vector<Setup> setups(int32_t steps, int32_t few, bool quick) {
       if (!every && way != pairs % 4) continue;
       for (const bool captured : {false, true}) {
         if (captured && kDevice == REPLAYSSM_HOST) continue;
-        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs % 2 == 1)) continue;
+        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs / 4 % 2 == 1)) continue;
         result.push_back({geometry, config, kStateIos[way], captured, count});
       }
     }

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm import ReplayConfig, SlotLayout
-from trtllm_replayssm.builder import quantize as module
+from trtllm_replayssm.builder import model_optimizer, rounding
 from trtllm_replayssm.builder.layer_plan import STATE_KEY
-from trtllm_replayssm.builder.quantize import QuantizationError, quantize, repaired
+from trtllm_replayssm.builder.model_optimizer import QuantizationError, repaired
+from trtllm_replayssm.builder.quantize import REPORT, quantize
 from trtllm_replayssm.cli import main
 from trtllm_replayssm.runtime import CheckpointError, Engine, ModelConfig, SamplingParams
 from trtllm_replayssm.runtime.quantization import read_lists
@@ -77,7 +78,7 @@ def check_formats(recipe, folder, report):
     kv_scales = [attention + "k_proj.k_scale", attention + "v_proj.v_scale"] if recipe == "nemotron3" else []
     assert weights.kv_scales == kv_scales
     assert sum(report.bytes.values()) < 0.75 * sum(report.source_bytes.values())
-    assert json.loads((folder / module.REPORT).read_text())["bytes"] == report.bytes
+    assert json.loads((folder / REPORT).read_text())["bytes"] == report.bytes
 
 
 def check_values(folder):
@@ -196,7 +197,7 @@ class Interrupted(Exception):
 
 def test_interrupted_calibration_continues(tmp_path, monkeypatch):
     folder = write_family(tmp_path / "source", "nano-30b-a3b", **SHORT)
-    monkeypatch.setattr(module, "_BATCH", 1)
+    monkeypatch.setattr(model_optimizer, "_BATCH", 1)
     calibrated = []
 
     def progress(phase, done, total):
@@ -238,7 +239,7 @@ def test_refusals(tmp_path):
 
 def test_changed_tensors_are_found(monkeypatch, tmp_path):
     """An export that loses a bit of what is not quantised gets no name."""
-    monkeypatch.setattr(module, "_restore", lambda *_: None)  # FP32 tensors become BF16
+    monkeypatch.setattr(model_optimizer, "_restore", lambda *_: None)  # FP32 tensors become BF16
     with pytest.raises(QuantizationError, match="'backbone.layers.0.mixer.A_log' is not quantised, but differs"):
         quantize(TINY, tmp_path / "made", TOKENS, state=STATE, text="test")
     assert not (tmp_path / "made").exists()
@@ -259,12 +260,20 @@ def test_command(tmp_path, capsys):
     assert "quantising needs modelopt: pip install 'trtllm-replayssm[quantize]'" in result.stderr
 
 
+def test_values_that_are_not_finite(tmp_path):
+    folder = write_family(tmp_path / "source", "nano-30b-a3b", **SHORT)
+    tensors, name = load_file(folder / "model.safetensors"), "backbone.layers.0.mixer.in_proj.weight"
+    save_file(tensors | {name: tensors[name] * torch.inf}, folder / "model.safetensors")
+    with pytest.raises(QuantizationError, match="Model Optimizer refuses to calibrate: detected inf values"):
+        quantize(folder, tmp_path / "made", TOKENS, state=STATE, text="test")
+
+
 def test_no_memory_to_compare(tmp_path, monkeypatch):
     """What was calibrated is not lost."""
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module, "_compared", full)
+    monkeypatch.setattr(rounding, "_compared", full)
     with pytest.warns(UserWarning, match="predictions are not compared: CUDA out of memory"):
-        assert module._divergence(TINY, tmp_path, TOKENS, lambda *_: None) is None
+        assert rounding.divergence(TINY, tmp_path, TOKENS, lambda *_: None) is None

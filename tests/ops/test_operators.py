@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch operators: schemas that tell the truth, and traces by torch.compile that touch the pool in place."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -18,7 +19,7 @@ _ops = torch.ops.trtllm_replayssm
 
 def test_spec_text_tells_kinds_of_pools_apart():
     spec = pool_spec(SMALL, CONFIG, 8, 3, 16)
-    assert spec == "4 16 2 64 4 8 4 fp32 none fp32 0 8 3 16"
+    assert spec == "4 16 2 64 4 8 4 fp32 none fp32 0 8 3 16 0"
     assert core_spec(spec) is core_spec(pool_spec(SMALL, CONFIG, 8, 3, 16))
     assert core_spec(spec) is not core_spec(pool_spec(SMALL, CONFIG, 8, 4, 16))
 
@@ -26,7 +27,8 @@ def test_spec_text_tells_kinds_of_pools_apart():
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, name):
     """Declared mutations are the real ones, nothing is returned, and the fake kernel agrees."""
-    pool = StatePool(SMALL, CONFIG, 4, 2, device)
+    config = replace(CONFIG, read_copy="fp8") if name == "refresh_read_copy" else CONFIG
+    pool = StatePool(SMALL, config, 4, 2, device)
     pool.reset([0, 1])
     weights, tokens = Weights.random(SMALL, device), random_tokens(SMALL, torch.float32, 3, device)
     slots, rows = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32, device=device)
@@ -51,6 +53,7 @@ def test_opcheck(device, name):
     scan = lambda: (*planned, *tokens, *weights, out, 0.0, inf, 2)  # noqa: E731
     arguments = {
         "reset": lambda: (pool.table, pool.spec, slots, rows.long()),
+        "adopt": lambda: (pool.table, pool.spec, slots, rows.long()),
         "plan": lambda: (pool.table, pool.spec, slots, rows, 0, 2, empty.buffer),
         "plan_next": lambda: (pool.table, pool.spec, slots, rows, torch.zeros_like(rows), 2, empty.buffer),
         "plan_lengths": lambda: (
@@ -73,9 +76,27 @@ def test_opcheck(device, name):
         "conventional_verify": lambda: (*scan(), pool.allocate_snapshots()[layer]),
         "materialize": lambda: (*shared, layer, slots, None, state, tail),
         "restore": lambda: (*shared, layer, slots, state, tail),
+        "refresh_read_copy": lambda: (*shared, layer, slots),
         "copy": lambda: (*shared, slots, slots + 2),
     }[name]()
     torch.library.opcheck(getattr(_ops, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", ["step", "prefill", "materialize"])
+def test_opcheck_with_an_external_checkpoint(device, name):
+    states = torch.randn(2, 4, 4, 16, 64, device=device)
+    pool = StatePool(SMALL, CONFIG, 4, 2, device, external={"checkpoint": states})
+    slots = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    pool.adopt(slots)
+    weights, tokens = Weights.random(SMALL, device), random_tokens(SMALL, torch.float32, 2, device)
+    if name == "materialize":
+        arguments = (1, slots, None, torch.zeros(2, 4, 16, 64, device=device), None)
+    else:
+        plan = pool.plan(slots)
+        arguments = (1, plan.buffer, 2, *tokens, *weights, torch.zeros_like(tokens.x), 0.0, inf, 1)
+        arguments += (False,) if name == "step" else ()
+    call = (pool.table, pool.data, pool.spec, *arguments)
+    torch.library.opcheck(getattr(_ops, name).default, call, {"checkpoint": states})
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

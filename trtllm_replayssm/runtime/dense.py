@@ -57,16 +57,18 @@ class RMSNorm:
     """x / rms(x) · weight over the last dimension in groups of equal size, computed in fp32, returned in `dtype`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, groups: int, dtype: torch.dtype):
-        self.weight, self.eps, self.groups, self.dtype = weight, eps, groups, dtype
+        self.weight, self.eps, self.groups, self.dtype = weight.float(), eps, groups, dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.groups == 1:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
         grouped = x.float().unflatten(-1, (self.groups, -1))
-        grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        grouped = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
         return (grouped.flatten(-2) * self.weight).to(self.dtype)
 
     def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The norm of x · silu(gate): Mamba-2 gates before it norms."""
-        return self(x.float() * F.silu(gate.float()))
+        return self(x * F.silu(gate.float()))
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -21,6 +22,11 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest vocabulary entry: no token covers more of a text."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """Token ids with the special tokens that the model expects around a text."""

@@ -83,9 +83,9 @@ typedef enum {
 } replayssm_plan_use;
 
 /* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
- * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, flush, and step with plain checkpoints and no read
- * copy, have CUDA kernels for tensor cores if head_dim is a multiple of 16, and conventional_step and _verify tuned
- * ones for head_dim 64 and 80.) */
+ * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, step and flush have CUDA kernels for tensor cores if
+ * head_dim is a multiple of 16, but for read copies of head_dim 128 in the longest windows; conventional_step and
+ * _verify have tuned ones for head_dim 64 and 80.) */
 typedef struct {
   int32_t num_heads;   /* H */
   int32_t head_dim;    /* P */
@@ -105,9 +105,15 @@ typedef struct {
 
 /* A slice of a slot: bytes from the slot's start, both multiples of 256 but for the true size of `bytes`. */
 typedef struct {
-  int64_t offset;
-  int64_t bytes; /* 0: the section does not exist */
+  int64_t offset; /* -1: the section lies elsewhere (replayssm_layout_external) */
+  int64_t bytes;  /* 0: the section does not exist */
 } replayssm_section;
+
+/* Sections that can lie outside of the slots' blobs. */
+enum {
+  REPLAYSSM_EXTERNAL_CHECKPOINT = 1, /* an engine's own states: [P,N] a head, heads in order, in a plain format */
+  REPLAYSSM_EXTERNAL_CONV_RING = 2   /* the engine runs the convolution itself: conv_step and conv tails are refused */
+};
 
 /* The one definition of how a slot lies in memory. Sections, all row-major:
  *   checkpoint, read_copy: a chunk a head, in its format
@@ -145,9 +151,11 @@ typedef struct {
   int64_t read_copy_head_bytes;
   replayssm_section checkpoint, read_copy, x_ring, b_ring, delta_ring, conv_ring;
   int64_t slot_stride; /* bytes from slot to slot of one layer, a multiple of 256 */
+  int32_t external;    /* REPLAYSSM_EXTERNAL_* */
 } replayssm_layout;
 
-/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes), both multiples of 16. */
+/* One section of all slots of one layer. Slot s starts at base + s * slot_stride (bytes), both multiples of 16.
+ * Sections need not share a stride: one blob a slot is the special case. */
 typedef struct {
   void* base;
   int64_t slot_stride;
@@ -320,7 +328,13 @@ REPLAYSSM_API replayssm_status replayssm_load_kernels(void);
 /* Checks geometry and config, each value by name, and computes the layout. */
 REPLAYSSM_API replayssm_status replayssm_layout_init(const replayssm_geometry* geometry, const replayssm_config* config,
                                                      replayssm_layout* layout);
-/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on; first_head is 0. */
+/* The same, with the sections that `external` names left out of the blob. Refused with
+ * REPLAYSSM_EXTERNAL_CHECKPOINT: FP8_SR and NVFP4, whose chunks are no plain tensors. */
+REPLAYSSM_API replayssm_status replayssm_layout_external(const replayssm_geometry* geometry,
+                                                         const replayssm_config* config, int32_t external,
+                                                         replayssm_layout* layout);
+/* The layer whose slots are blobs of layout->slot_stride bytes each from `base` on; first_head is 0. Buffers of
+ * external sections are NULL: a caller that has an external checkpoint fills its buffer in. */
 REPLAYSSM_API replayssm_status replayssm_layer_from_blob(const replayssm_layout* layout, void* base, int32_t layer,
                                                          replayssm_layer* out);
 REPLAYSSM_API int64_t replayssm_plan_bytes(int32_t rows);
@@ -342,6 +356,11 @@ REPLAYSSM_API const char* replayssm_dtype_name(int32_t dtype);
 /* Empties slots: tokens = history = writes = 0, whatever their state. slots int32 [rows] (-1: skipped), streams int64
  * [rows]. Touches no layer memory: an empty slot's checkpoint and rings are never read. */
 REPLAYSSM_API replayssm_status replayssm_reset(const replayssm_exec* exec, const replayssm_table* table,
+                                               const int32_t* slots, const int64_t* streams, int32_t rows);
+/* What reset does, but the state of the slots is what their checkpoints hold (writes = 1), put there by another, for
+ * instance an engine's own prefill. With a read copy, replayssm_refresh_read_copy must follow in every layer. A slot
+ * may be named twice. */
+REPLAYSSM_API replayssm_status replayssm_adopt(const replayssm_exec* exec, const replayssm_table* table,
                                                const int32_t* slots, const int64_t* streams, int32_t rows);
 /* Snapshots the cursors of each row's slot, decides which rows flush, and opens the slots. slots int32 [rows], -1 =
  * padded row; counts int32 [rows], or NULL: uniform_count each. Live slots must be distinct, closed and valid. */
@@ -468,6 +487,13 @@ REPLAYSSM_API replayssm_status replayssm_restore(const replayssm_exec* exec, con
                                                  const replayssm_config* config, const replayssm_layer* layer,
                                                  const replayssm_table* table, const int32_t* slots, int32_t rows,
                                                  const float* state, const float* conv_tail);
+/* Casts the read copies of slots anew from their checkpoints as stored. slots int32 [rows]; -1 and empty slots are
+ * skipped, a slot may be named twice. The slots must be closed and not SNAPSHOT. Needs a config with a read copy. */
+REPLAYSSM_API replayssm_status replayssm_refresh_read_copy(const replayssm_exec* exec,
+                                                           const replayssm_geometry* geometry,
+                                                           const replayssm_config* config, const replayssm_layer* layer,
+                                                           const replayssm_table* table, const int32_t* slots,
+                                                           int32_t rows);
 /* Copies whole slots, all layers and cursors: slot src[i] of layer l, at data + l*layer_stride + slot*slot_stride
  * (slot_stride bytes). Sources must be closed and valid, destinations closed, distinct and no sources; neither
  * SNAPSHOT. */

@@ -25,10 +25,11 @@ __device__ bool slot_in_range(const replayssm_table& table, const int32_t* slots
   return false;
 }
 
-__global__ void reset_kernel(replayssm_table table, const int32_t* slots, const int64_t* streams, int32_t rows) {
+__global__ void reset_kernel(replayssm_table table, const int32_t* slots, const int64_t* streams, int32_t rows,
+                             int64_t writes) {
   const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
   if (i >= rows || !slot_in_range(table, slots, i) || slots[i] < 0) return;
-  table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+  table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), writes, 0, 0};
 }
 
 // Inclusive prefix sum over the CTA; `total` is the sum of all. Ends with warp_sums free for the next call.
@@ -274,9 +275,9 @@ int64_t row_blocks(int32_t rows) { return (static_cast<int64_t>(rows) + kRowThre
 }  // namespace
 
 replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table, const int32_t* slots,
-                       const int64_t* streams, int32_t rows) {
+                       const int64_t* streams, int32_t rows, int64_t writes) {
   if (rows == 0) return REPLAYSSM_OK;
-  return launch("reset", reset_kernel, row_blocks(rows), kRowThreads, 0, exec, table, slots, streams, rows);
+  return launch("reset", reset_kernel, row_blocks(rows), kRowThreads, 0, exec, table, slots, streams, rows, writes);
 }
 
 replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,

@@ -362,11 +362,11 @@ __device__ inline void store_blocks(const Problem& problem, char* chunk, int p, 
   }
 }
 
-// Casts the state of a head to its checkpoint and its read copy. For all threads of a CTA together; those without rows
-// bring zeros.
+// Casts the state of a head to its checkpoint, unless `copy_only`, and its read copy. For all threads of a CTA
+// together; those without rows bring zeros.
 template <int kStateDim>
 __device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot, int p, int lane,
-                                   const HeadState<kStateDim>& state) {
+                                   const HeadState<kStateDim>& state, bool copy_only = false) {
   const replayssm_config& config = owner.problem.config;
   uint32_t row_amax[kRowsPerGroup] = {};
 #pragma unroll
@@ -391,8 +391,10 @@ __device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot
   if (p >= owner.problem.geometry.head_dim) return;
 
   bool finite = amax < infinite_from(config.checkpoint);
-  const bool fp8_checkpoint = config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR;
-  if (config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16) {
+  const bool fp8_checkpoint = config.checkpoint == REPLAYSSM_CHECKPOINT_FP8_SR && !copy_only;
+  if (copy_only) {
+    // the checkpoint stands
+  } else if (config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16) {
     store_plain<kStateDim>(owner.problem, slot.checkpoint, p, lane, state);
   } else if (config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR) {
     finite = store_fp16_sr<kStateDim>(owner, slot.checkpoint, p, lane, state);

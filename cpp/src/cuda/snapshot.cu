@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// materialize, restore and copy.
+// materialize, restore, refresh_read_copy and copy.
 //
 // Each consists of kernels that move data, which only look at cursors, and one that reports bad rows and (restore,
 // copy) moves the cursors afterwards. All of them derive a row's verdict from the same cursors by the same function.
@@ -148,6 +148,37 @@ __global__ void restore_cursor_kernel(replayssm_table table, const int32_t* slot
   }
 }
 
+// ---- refresh_read_copy ----------------------------------------------------------------------------------------------
+
+struct RefreshParams {
+  Problem problem;
+  replayssm_layer layer;
+  replayssm_table table;
+  const int32_t* slots;
+};
+
+// A CTA owns a (row, head).
+template <int kStateDim>
+__global__ __launch_bounds__(kMaxHeadThreads) void refresh_kernel(const __grid_constant__ RefreshParams params) {
+  const Problem& problem = params.problem;
+  const replayssm_geometry& g = problem.geometry;
+  const int row = blockIdx.x / g.num_heads, head = blockIdx.x % g.num_heads;
+  const int32_t slot_index = params.slots[row];
+  const Verdict verdict = restore_verdict(params.table, slot_index);
+  if (verdict.code != REPLAYSSM_ROW_OK && head == 0 && threadIdx.x == 0) {
+    report(params.table.error, verdict.code, row, verdict.given, verdict.expected);
+  }
+  if (verdict.code != REPLAYSSM_ROW_OK || slot_index < 0) return;
+  const replayssm_cursor& cursor = params.table.cursors[slot_index];
+  if (cursor.writes == 0) return;
+  const int p = threadIdx.x / kLanes * kRowsPerGroup, lane = threadIdx.x % kLanes;
+  const HeadSlot slot(problem, params.layer, slot_index, head);
+  HeadState<kStateDim> state = {};
+  if (p < g.head_dim) load_state<kStateDim>(problem, slot.checkpoint, p, lane, state);
+  const StateOwner owner{problem, params.layer, params.table.error, head, row, cursor.stream, cursor.writes};
+  store_state<kStateDim>(owner, slot, p, lane, state, true);
+}
+
 // ---- copy ----------------------------------------------------------------------------------------------------------
 
 struct CopyParams {
@@ -251,6 +282,15 @@ replayssm_status restore(const replayssm_exec& exec, const Problem& problem, con
   return launch("restore", restore_cursor_kernel, rows, 32, 0, exec, table, slots, layer.layer, g.conv_kernel - 1);
 }
 
+replayssm_status refresh_read_copy(const replayssm_exec& exec, const Problem& problem, const replayssm_layer& layer,
+                                   const replayssm_table& table, const int32_t* slots, int32_t rows) {
+  if (rows == 0) return REPLAYSSM_OK;
+  const replayssm_geometry& g = problem.geometry;
+  return launch("refresh_read_copy", g.state_dim == 64 ? refresh_kernel<64> : refresh_kernel<128>,
+                static_cast<int64_t>(rows) * g.num_heads, head_threads(g), 0, exec,
+                RefreshParams{problem, layer, table, slots});
+}
+
 replayssm_status copy(const replayssm_exec& exec, const replayssm_table& table, void* data, int64_t layer_stride,
                       int64_t slot_stride, const int32_t* src, const int32_t* dst, int32_t rows) {
   if (rows == 0) return REPLAYSSM_OK;
@@ -265,7 +305,8 @@ replayssm_status copy(const replayssm_exec& exec, const replayssm_table& table, 
 cudaError_t load_snapshot_kernels() {
   for (cudaError_t error :
        {load_kernel(tail_kernel), load_kernel(restore_kernel<64>), load_kernel(restore_kernel<128>),
-        load_kernel(restore_cursor_kernel), load_kernel(copy_kernel), load_kernel(copy_cursor_kernel)}) {
+        load_kernel(restore_cursor_kernel), load_kernel(refresh_kernel<64>), load_kernel(refresh_kernel<128>),
+        load_kernel(copy_kernel), load_kernel(copy_cursor_kernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

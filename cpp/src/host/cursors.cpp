@@ -22,12 +22,12 @@ bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i
 }  // namespace
 
 replayssm_status reset(const replayssm_exec&, const replayssm_table& table, const int32_t* slots,
-                       const int64_t* streams, int32_t rows) {
+                       const int64_t* streams, int32_t rows, int64_t writes) {
   for (int32_t i = 0; i < rows; ++i)
     if (!slot_in_range(table, slots, i)) return REPLAYSSM_OK;
   for (int32_t i = 0; i < rows; ++i) {
     if (slots[i] < 0) continue;
-    table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), 0, 0, 0};
+    table.cursors[slots[i]] = replayssm_cursor{0, static_cast<uint64_t>(streams[i]), writes, 0, 0};
   }
   return REPLAYSSM_OK;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// materialize, restore and copy on the host. Each checks every row before it touches a slot.
+// materialize, restore, refresh_read_copy and copy on the host. Each checks every row before it touches a slot.
 #include <algorithm>
 
 #include "host/recurrence.h"
@@ -102,6 +102,27 @@ replayssm_status restore(const replayssm_exec&, const Problem& problem, const re
     restored[layer.layer] = 1;
     if (std::find(restored, restored + table.num_layers, uint8_t{0}) == restored + table.num_layers)
       cursor = replayssm_cursor{taps, cursor.stream, cursor.writes + 1, 0, 0};
+  }
+  not_finite.report_to(table, layer.layer);
+  return REPLAYSSM_OK;
+}
+
+replayssm_status refresh_read_copy(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
+                                   const replayssm_table& table, const int32_t* slots, int32_t rows) {
+  for (int32_t i = 0; i < rows; ++i) {
+    if (!in_range(table, slots, i, true)) return REPLAYSSM_OK;
+    if (slots[i] >= 0 && !passes(slot_writable, table, slots, i)) return REPLAYSSM_OK;
+  }
+  const int32_t heads = problem.geometry.num_heads;
+  NotFinite not_finite(heads);
+  float state[kMaxHeadDim * kMaxStateDim];
+  for (int32_t i = 0; i < rows; ++i) {
+    if (slots[i] < 0 || table.cursors[slots[i]].writes == 0) continue;
+    for (int32_t h = 0; h < heads; ++h) {
+      const HeadSlot head{problem, layer, slots[i], h};
+      load_checkpoint(head, false, state);
+      if (!store_read_copy(head, state)) not_finite.note(i, h);
+    }
   }
   not_finite.report_to(table, layer.layer);
   return REPLAYSSM_OK;

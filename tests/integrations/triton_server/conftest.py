@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from .serving import Launched, write_repository
+
+SPECULATIVE = {"context": 512, "max_batch": 32, "speculation": "mtp"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The shipped checkpoint with up to 3 drafts a step, under both interfaces."""
+    folder = tmp_path_factory.mktemp("triton")
+    for interface in ("llmapi", "ensemble"):
+        write_repository(folder / "models", interface=interface, **SPECULATIVE)
+    with Launched(folder / "models", folder / "log") as server:
+        yield server

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients get from a real tritonserver: texts, streams, errors, their slots back."""
+
+import itertools
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as triton
+from runtime.prompts import PROMPTS
+from tritonclient.utils import InferenceServerException
+
+from trtllm_replayssm.integrations.triton_server.client import Client
+from trtllm_replayssm.integrations.triton_server.interface import ENSEMBLE, LLMAPI
+from trtllm_replayssm.runtime import SamplingParams
+
+from .serving import SOAK, Launched, ended, write_repository
+from .solo import assert_solo, solo
+
+PROMPT = PROMPTS[0]
+SHORT = SamplingParams(max_tokens=8)
+
+
+def test_text(server):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24))
+    status, answer = server.generate(text_input=PROMPT, sampling_param_max_tokens=24)
+    assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected.text, expected.finish_reason)
+    assert answer["num_input_tokens"] == len(expected.prompt)
+    assert answer["num_output_tokens"] == len(expected.tokens) == 24
+    assert 0 < answer["total_accepted_draft_tokens"] <= answer["total_draft_tokens"] <= 3 * answer["num_decode_steps"]
+    # A draft may stand beyond the text's end.
+    assert 0 <= 1 + answer["num_decode_steps"] + answer["total_accepted_draft_tokens"] - 24 <= 3
+    assert answer["arrival_time_ns"] < answer["first_token_time_ns"] < answer["last_token_time_ns"] <= time.time_ns()
+    with Client(server.grpc) as client:
+        assert client.generate(PROMPT, sampling_param_max_tokens=24).text == expected.text
+
+
+def test_ensemble_text(server):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24))
+    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, stop_words=[""], end_id=-1)
+    assert (status, answer["text_output"], answer["sequence_index"]) == (200, expected.text, 0)
+    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, exclude_input_in_output=False)
+    assert (status, answer["text_output"]) == (200, PROMPT + expected.text)
+    with Client(server.grpc, ENSEMBLE) as client:
+        assert client.generate(PROMPT, max_tokens=24).text == expected.text
+
+
+def test_streams(server):
+    """llmapi streams the text so far, ensemble what is new; the last response has the statistics."""
+    expected = solo(PROMPT, SamplingParams(max_tokens=24)).text
+    events = list(server.stream(text_input=PROMPT, sampling_param_max_tokens=24, streaming=True))
+    texts = [event["text_output"] for event in events]
+    assert len(texts) > 4 and texts[-1] == expected
+    assert all(
+        later.startswith(text) and len(later) > len(text) for text, later in zip(texts, texts[1:-1], strict=False)
+    )
+    assert "finish_reason" not in events[0] and events[-1]["num_output_tokens"] == 24
+
+    events = list(server.stream("ensemble", text_input=PROMPT, max_tokens=24, stream=True))
+    assert len(events) > 4 and "".join(event["text_output"] for event in events) == expected
+
+    for interface, options in (
+        (LLMAPI, {"sampling_param_max_tokens": 24, "streaming": True}),
+        (ENSEMBLE, {"max_tokens": 24, "stream": True}),
+    ):
+        with Client(server.grpc, interface) as client:
+            answers = list(client.stream(PROMPT, **options))
+        assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
+        assert len(answers) > 4
+        assert (answers[-1].text if interface.cumulative else "".join(answer.text for answer in answers)) == expected
+
+
+def test_stop_strings_and_short_names(server):
+    """Keys that are no input are request parameters: they mean the input whose name they end."""
+    text = solo(PROMPT, SamplingParams(max_tokens=24)).text
+    word = text.split()[2]
+    expected = solo(PROMPT, SamplingParams(max_tokens=24, stop=(word,)))
+    status, answer = server.generate(text_input=PROMPT, max_tokens=24, sampling_param_stop=[word])
+    assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected.text, "stop")
+    assert word not in answer["text_output"]
+
+
+def test_200_clients_get_the_texts_of_solo_runs(server):
+    """Mixed lengths, draft settings and sampling, over 32 slots; half of them stream."""
+    rng = random.Random(3)
+    kinds = []
+    for index in range(50):
+        greedy = index % 2 == 0
+        params = SamplingParams(
+            max_tokens=rng.randrange(2, 28),
+            temperature=0.0 if greedy else 0.7,
+            top_p=1.0 if greedy else 0.9,
+            seed=index,
+        )
+        kinds.append((PROMPTS[index % len(PROMPTS)], params))
+    for kind in kinds:
+        solo(*kind)
+    before = server.metrics()
+    texts, errors = {}, []
+    start = threading.Barrier(200)
+
+    def ask(index: int) -> None:
+        prompt, params = kinds[index % 50]
+        try:
+            with Client(server.grpc) as client:
+                start.wait(60)
+                answer = client.generate(
+                    prompt,
+                    sampling_param_max_tokens=params.max_tokens,
+                    sampling_param_temperature=params.temperature,
+                    sampling_param_top_p=params.top_p,
+                    sampling_param_seed=params.seed,
+                    sampling_param_draft_tokens=index // 50,
+                    streaming=index % 3 == 0,
+                )
+            texts[index] = answer.text
+            if index < 50:
+                assert answer.values["total_draft_tokens"] == 0
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for index, text in texts.items():
+        assert_solo(*kinds[index % 50], text)
+    after = server.metrics_when(lambda metrics: ended(metrics) - ended(before) == 200)
+    assert len(texts) == 200
+    generated = 4 * sum(len(solo(*kind).tokens) for kind in kinds)
+    assert abs(after["generated_tokens_total"] - before["generated_tokens_total"] - generated) <= 40
+    assert after["accepted_draft_tokens_total"] > before["accepted_draft_tokens_total"]
+
+
+# ---- bad requests ----------------------------------------------------------------------------------------------------
+
+LONG = "and it came to pass " * 600
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"sampling_param_max_tokens": 3}, "text_input is missing"),
+        ({"text_input": ""}, "text_input is empty"),
+        ({"text_input": PROMPT, "sampling_param_max_tokens": -1}, "max_tokens is -1, expected at least 1"),
+        ({"text_input": PROMPT, "sampling_param_max_tokens": 513}, "more than the context of 512"),
+        ({"text_input": LONG}, "more than the context of 512"),
+        ({"text_input": "x" * 2**20}, "1048576 characters, more than the context of 512 tokens can hold"),
+        ({"text_input": PROMPT, "sampling_param_top_p": 1.5}, "top_p is 1.5"),
+        (
+            {"text_input": PROMPT, "sampling_param_draft_tokens": 4},
+            "draft_tokens is 4, expected at most the engine's 3",
+        ),
+        ({"text_input": PROMPT, "sampling_param_best_of": 2}, "sampling_param_best_of is 2: not supported"),
+    ],
+    ids=["missing", "empty", "negative", "too many", "too long", "1 MB", "range", "drafts", "unsupported"],
+)
+def test_bad_input_is_refused(server, inputs, message):
+    status, answer = server.generate(**inputs)
+    assert status == 400
+    assert message in answer["error"]
+    with Client(server.grpc) as client:
+        assert_refused(client, client.tensors(**inputs), message)
+        assert client.generate(PROMPT, sampling_param_max_tokens=8).text == solo(PROMPT, SHORT).text
+
+
+def assert_refused(client, tensors, message):
+    """On a stream the server gives an error's message only; test_lifecycle.py has the status."""
+    client.send(tensors)
+    with pytest.raises(InferenceServerException) as error:
+        client.receive(30)
+    assert message in error.value.message()
+
+
+def test_bad_tensors_are_refused(server):
+    """What JSON cannot say: NaN, a wrong dtype or shape, bytes that are no UTF-8."""
+    with Client(server.grpc) as client:
+        text = client.tensors(text_input=PROMPT)
+        nan = client.tensors(sampling_param_temperature=float("nan"))
+        wrong = triton.InferInput("sampling_param_max_tokens", [1], "FP32")
+        wrong.set_data_from_numpy(np.array([4], np.float32))
+        latin = triton.InferInput("text_input", [1], "BYTES")
+        latin.set_data_from_numpy(np.array([b"\xe4pfel"], object))
+        for tensors, message in (
+            (text + nan, "temperature is nan, expected a finite number"),
+            ([latin], "text_input: expected UTF-8 text, got byte 0"),
+            (client.tensors(text_input=["a", "b"]), "text_input has shape [2], expected one value"),
+            ([*text, wrong], "'sampling_param_max_tokens' data-type is 'FP32'"),  # the server's own answer
+        ):
+            assert_refused(client, tensors, message)
+        assert client.generate(PROMPT, sampling_param_max_tokens=8).text == solo(PROMPT, SHORT).text
+
+
+def test_json_that_the_server_cannot_read(server):
+    for body in (b"{", b'{"text_input": "a", "sampling_param_max_tokens": "many"}', b'{"text_input": 5}'):
+        status, _ = server.post("/v2/models/tensorrt_llm/generate", body)
+        assert status == 500
+    status, answer = server.generate(text_input=PROMPT, max_token=5)
+    assert status == 400 and answer["error"].startswith("max_token: no input of this model")
+    assert server.generate("nobody", text_input=PROMPT)[0] == 404
+
+
+def test_bad_requests_harm_nobody(server):
+    """A text streams on while all kinds of nonsense come in."""
+    params = SamplingParams(max_tokens=120, stop_tokens=())
+    before = server.metrics()["requests_total refused"]
+    with Client(server.grpc) as client:
+        answers = client.stream(PROMPT, sampling_param_max_tokens=120, streaming=True)
+        texts = []
+        for number, answer in enumerate(answers):
+            texts.append(answer.text)
+            if number < 8:
+                bad = ({"text_input": ""}, {"text_input": "x" * 2**20}, {"text_input": "a", "max_tokens": -1})[
+                    number % 3
+                ]
+                assert server.generate(**bad)[0] == 400
+    assert_solo(PROMPT, params, texts[-1])
+    server.metrics_when(lambda metrics: metrics["requests_total refused"] - before >= 8)
+
+
+def test_stop_request_ends_the_text_of_its_id(server):
+    with Client(server.grpc) as client, Client(server.grpc) as other:
+        answers = client.stream(PROMPT, id="one", sampling_param_max_tokens=480, streaming=True)
+        next(answers)
+        other.send(other.tensors(text_input="", stop=True), id="one")
+        with pytest.raises(InferenceServerException, match="cancelled"):
+            list(answers)
+    server.metrics_when(lambda metrics: metrics["slots_in_use"] == 0)
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def test_only_loopback_listens_and_taken_ports_are_refused(server, tmp_path):
+    process = psutil.Process(server.pid_of("tritonserver"))
+    listening = [each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+    assert sorted(address.port for address in listening) == sorted(server.ports)
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    second = Launched(write_repository(tmp_path / "models"), tmp_path / "log", ports=server.ports)
+    try:
+        assert second.wait() == 2
+    finally:
+        second.end()
+    assert f"http port {server.ports[0]} on 127.0.0.1: Address already in use" in (tmp_path / "log").read_text()
+    assert server.generate(text_input=PROMPT, max_tokens=4)[0] == 200
+
+
+def test_memory_is_flat(server):
+    """With every fourth request refused."""
+    processes = [psutil.Process(server.pid_of(name)) for name in ("tritonserver", "triton_python_backend_stub")]
+    lengths = itertools.cycle((1, 4, 9))
+    with Client(server.grpc) as client:
+
+        def ask(requests: int) -> list[float]:
+            """Requests, 16 at a time, every fourth refused. Resident MiB of server and stub then."""
+            for _ in range(requests // 16):
+                for index in range(16):
+                    tokens = -1 if index % 4 == 3 else next(lengths)
+                    client.send(client.tensors(text_input=PROMPT, sampling_param_max_tokens=tokens))
+                for _ in range(16):
+                    try:
+                        client.receive(60)
+                    except InferenceServerException as error:
+                        assert "max_tokens is -1" in error.message()
+            return [process.memory_info().rss / 2**20 for process in processes]
+
+        before = ask(min(SOAK // 2, 1000))
+        after = ask(SOAK - min(SOAK // 2, 1000))
+    shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"replayssm_{server.launcher_pid()}_*")) / 2**20
+    print(f"{SOAK} requests: resident MiB of server and stub {before} -> {after}, shared {shared:.1f} MiB")
+    assert all(late - early < 4 for early, late in zip(before, after, strict=True))
+    assert shared <= 4  # two models, and what prompts of 1 MB made them grow by

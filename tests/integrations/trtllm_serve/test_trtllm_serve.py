@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trtllm-serve adapter on doubles of TensorRT-LLM, a profile at a time, with the real ops."""
+
+import importlib
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import doubles
+import numpy as np
+import pytest
+import torch
+import yaml
+from doubles.shared import Mamba2Metadata, empty
+from mixer import Weights, random_tokens, same_bits
+from serving import LAYER_MASK, MAPPING, Request, Server
+
+from trtllm_replayssm import MambaGeometry
+from trtllm_replayssm.integrations.trtllm_serve import MODULE_DIR
+from trtllm_replayssm.integrations.trtllm_serve.settings import Settings
+
+PACKAGE = "trtllm_replayssm.integrations.trtllm_serve"
+PROFILES = pytest.mark.parametrize("profile, drafts", [("A", None), ("B", 3), ("C", 3)])
+SPECULATIVE = pytest.mark.parametrize("profile", ["B", "C"])
+MAMBA_LAYERS = sum(LAYER_MASK)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """A function that puts up TensorRT-LLM of a profile, installs ReplaySSM and starts a server."""
+    for name in ("TRTLLM_USE_MAMBA_REPLAY", "TRTLLM_USE_PY_MAMBA"):
+        monkeypatch.setenv(name, "")  # so that what install sets is undone
+        monkeypatch.delenv(name)
+
+    def start(profile, environment=(), **options):
+        for name, value in dict(environment).items():
+            monkeypatch.setenv(f"TRTLLM_{name}", value)
+        doubles.drop_package()
+        doubles.make_package(profile)
+        importlib.import_module(f"{PACKAGE}.model")
+        model, manager = (importlib.import_module(name) for name in (doubles.MODEL, doubles.MANAGER))
+        metadata = lambda rows, chunk: Mamba2Metadata(rows, chunk, profile == "C")  # noqa: E731
+        return Server(profile, model, manager, metadata, **options)
+
+    yield start
+    doubles.drop_package()
+
+
+def holder_of(server):
+    return getattr(server.manager, "_impl", server.manager)
+
+
+def decoder_of(server):
+    return holder_of(server)._replayssm
+
+
+def log_of(level):
+    return [text for at, text in sys.modules[doubles.LOGGER].logger.lines if at == level]
+
+
+def run(server, steps):
+    for _ in range(steps):
+        server.step()
+    return server
+
+
+# ---- the right numbers ----
+
+
+@PROFILES
+def test_500_steps_are_the_oracles(serve, device, profile, drafts):
+    """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands."""
+    server = run(serve(profile, drafts=drafts, device=device), 500)
+    assert server.worst < 5e-6 and server.finite
+    pool = decoder_of(server).pool
+    pool.validate()
+    counts = pool.stats()
+    assert counts["flushes"] > 50 and counts["tokens"] > 1000
+    assert min(server.counts[name] for name in ("prefilled", "decoded", "padded")) > 100
+    assert min(server.counts[name] for name in ("preempted", "finished")) > 10
+    assert profile == "A" or server.counts["verified"] > 500
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@PROFILES
+def test_captured_steps_are_the_oracles(serve, profile, drafts):
+    """Steps without prompts out of CUDA graphs, the acceptance inside of them."""
+    server = run(serve(profile, drafts=drafts, device="cuda", graphs=True), 400)
+    assert server.worst < 5e-6 and server.finite and len(server.captured) > 4
+    decoder_of(server).pool.validate()
+
+
+@pytest.mark.parametrize(
+    "dtypes, environment, more, checkpoint, bound",
+    [
+        ((torch.bfloat16, torch.float32), {}, {}, "fp32", 6e-3),
+        ((torch.float32, torch.float16), {}, {}, "fp16", 5e-4),
+        ((torch.float32, torch.float16), {}, {"mamba_ssm_stochastic_rounding": True}, "fp16_sr", 5e-4),
+        ((torch.float32, torch.float16), {"REPLAYSSM_STOCHASTIC_ROUNDING": "1"}, {}, "fp16_sr", 5e-4),
+        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "fp8"}, {}, "fp32", 2e-2),
+        ((torch.float32, torch.float32), {"REPLAYSSM_READ_COPY": "e2m2", "REPLAYSSM_WINDOW": "16"}, {}, "fp32", 3e-2),
+    ],
+)
+def test_formats(serve, dtypes, environment, more, checkpoint, bound):
+    """The manager's dtype is the checkpoint's; read copies are made after prefill too."""
+    server = run(serve("C", environment, drafts=2, dtypes=dtypes, **more), 80)
+    config = decoder_of(server).pool.config
+    assert (config.checkpoint, config.read_copy) == (checkpoint, environment.get("REPLAYSSM_READ_COPY", "none"))
+    assert config.window == int(environment.get("REPLAYSSM_WINDOW", config.window))
+    assert bound / 4 < server.error < bound
+
+
+def make_decoder(**options):
+    """A decoder of two layers over garbage, and a function that runs a step of given rows."""
+    from trtllm_replayssm.integrations.trtllm_serve.decode import Head, ReplayDecoder, States
+
+    geometry = MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64)
+    weights = Weights.random(geometry)
+    head = Head(weights.A_log, weights.D, weights.dt_bias)
+    ssm, conv = torch.full((2, 6, 4, 16, 64), torch.nan), torch.zeros(2, 6, geometry.conv_channels, 3)
+    windows = torch.arange(2 * 8 * 3).view(2, 8, 3, 1, 1).expand(-1, -1, -1, geometry.conv_channels, 3).float()
+    decoder = ReplayDecoder(States(conv, ssm, windows), 3, False, 0, Settings(**options))
+    decoder.pool.data.fill_(0xFF)
+
+    def step(slots, tokens, dummies=None):
+        rows = len(slots)
+        x, B, C, dt = (t.unflatten(0, (rows, -1)) for t in tokens)
+        slots = torch.tensor(slots, dtype=torch.int32)
+        outputs = [decoder.step(layer, head, x, dt, B, C, slots, dummies, empty(*x.shape)) for layer in (0, 1)]
+        return torch.stack(outputs)
+
+    return decoder, step, geometry
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0], [5, -1, 5], [1, 1, 1]])
+def test_padding_changes_no_bit_of_live_rows(padding):
+    """A01, A27: dummies that share a slot, that have none, that were given a live one."""
+    results = []
+    for extra in ([], padding):
+        decoder, step, geometry = make_decoder()
+        decoder.states.ssm[:, [3, 1]] = torch.randn(2, 2, 4, 16, 64, generator=torch.Generator().manual_seed(0))
+        decoder.adopt(torch.tensor([3, 1], dtype=torch.int32))
+        slots, outputs = [3, 1, *extra], []
+        for seed in range(20):
+            live, dead = random_tokens(geometry, torch.float32, 6, seed=seed), random_tokens(geometry, torch.float32, 9)
+            tokens = [torch.cat([a, b]) if extra else a for a, b in zip(live, dead, strict=True)]
+            out = step(slots, tokens)
+            assert out.isfinite().all()
+            outputs.append(out[:, :2])
+            decoder.accept(0, torch.tensor([1 + seed % 3, 3 - seed % 3] + [1] * len(extra)))
+        decoder.pool.validate()
+        results.append((torch.stack(outputs), decoder.states.ssm[:, [3, 1]], decoder.states.conv[:, [3, 1]]))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0].abs().sum() > 0
+
+
+def test_dummies_move_nothing():
+    decoder, step, geometry = make_decoder()
+    step([2, 4], random_tokens(geometry, torch.float32, 6), dummies=torch.tensor([True, False]))
+    decoder.accept(0, torch.tensor([3, 2]))
+    assert decoder.pool.cursors([2, 4]).tokens.tolist() == [0, 2]
+    assert decoder.states.ssm.isnan().all()
+
+
+@pytest.mark.parametrize("together", [1, 64 << 20])
+def test_the_accepted_window_is_promoted(monkeypatch, together):
+    """Of all layers at once, or one after the other."""
+    from trtllm_replayssm.integrations.trtllm_serve import decode
+
+    monkeypatch.setattr(decode, "_PROMOTED_BYTES", together)
+    decoder, step, geometry = make_decoder()
+    step([2, 4, 4], random_tokens(geometry, torch.float32, 9))
+    decoder.accept(2, torch.tensor([7, 7, 3, 2, 1]))  # after two contexts
+    windows, conv = decoder.states.windows, decoder.states.conv
+    assert torch.equal(conv[:, 2], windows[:, 0, 2])
+    assert torch.equal(conv[:, 4], windows[:, 1, 1])  # of the first row of that slot
+    assert not conv[:, [0, 1, 3, 5]].any()
+
+
+def test_a_verification_that_nobody_accepts_leaves_no_trace():
+    """A warm-up that runs layers only; a step that fails half-way."""
+    results = []
+    for interrupted in (False, True):
+        decoder, step, geometry = make_decoder()
+        for seed in range(6):
+            if interrupted:
+                step([2], random_tokens(geometry, torch.float32, 3, seed=99))
+            out = step([2], random_tokens(geometry, torch.float32, 3, seed=seed))
+            decoder.accept(0, torch.tensor([2]))
+        results.append(out)
+        assert int(decoder.pool.cursors([2]).tokens) == 12
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("read_copy, bound", [("none", 5e-6), ("fp8", 3e-2)])
+def test_a_request_whose_prompt_was_processed_elsewhere(serve, read_copy, bound):
+    """Disaggregated serving: its states lie in the manager's tensors when it first decodes, in a slot that was used."""
+    server = run(serve("C", {"REPLAYSSM_READ_COPY": read_copy}, drafts=2), 60)
+    g, holder = server.geometry, holder_of(server)
+    inner = g.num_heads * g.head_dim
+    while not holder.mamba_cache_free_blocks:
+        server.step()
+    request = Request(10**6, server._hidden(0), MAMBA_LAYERS, (g.num_heads, g.head_dim, g.state_dim))
+    request.history = server._hidden(g.conv_kernel - 1)
+    slot = holder._slot(request.py_request_id)
+    raw = torch.from_numpy(request.history[:, inner : inner + g.conv_channels].T)
+    for layer in range(MAMBA_LAYERS):
+        request.states[layer] = server.numbers.normal(size=request.states[layer].shape).astype(np.float32)
+        holder.mamba_cache.temporal[layer, slot] = torch.from_numpy(request.states[layer])
+        holder.mamba_cache.conv[layer, slot] = raw
+    server.live = [request]
+    server._depart = server._admit = lambda: None
+    server.squares[:] = 0
+    run(server, 25)
+    assert server.error < bound and len(request.history) > 20
+    assert sum("request 1000000 decodes whose prompt" in line for line in log_of("warning")) == 1
+
+
+def test_a_rank_without_mamba_layers(serve):
+    """A08: nothing to keep, nothing to fail on."""
+    server = serve("C", drafts=2)
+    manager = type(server.manager)(
+        64, 4, 4, 2, 16, 3, [False] * 3, torch.float32, torch.float32, None, None, max_batch_size=2, mapping=MAPPING,
+        spec_config=SimpleNamespace(tokens_per_gen_step=3),
+    )  # fmt: skip
+    assert manager._impl._replayssm is None
+    manager.prepare_resources(SimpleNamespace(context_requests=[], generation_requests=[]))
+    attn_metadata = SimpleNamespace(num_contexts=0, num_seqs=1)
+    manager.update_mamba_states(attn_metadata, torch.ones(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    manager.shutdown()
+
+
+# ---- memory ----
+
+
+@SPECULATIVE
+def test_no_state_is_held_twice_and_none_for_drafts(serve, profile):
+    server = serve(profile, drafts=3)
+    cache, pool = holder_of(server).mamba_cache, decoder_of(server).pool
+    assert pool.checkpoint.data_ptr() == cache.temporal.data_ptr()
+    assert cache.intermediate_ssm.numel() == 0
+    assert cache.intermediate_conv_window.shape[:3] == (MAMBA_LAYERS, 5, 4)
+    assert pool.layout.sections["checkpoint"].offset == pool.layout.sections["conv_ring"].offset == -1
+    assert pool.config.max_step_tokens == 4 and pool.num_slots == cache.temporal.shape[1]
+    assert any(f"{MAMBA_LAYERS} Mamba layers" in line and "GiB" in line for line in log_of("info"))
+
+
+def test_rings_exist_before_the_kv_pool_takes_the_rest(serve):
+    """The Mamba half of the constructor comes first, and the rings are part of it."""
+    server = serve("B", drafts=3)
+    order = []
+    hybrid, holder = type(server.manager), type(server.manager).__mro__[1]
+    stock = holder.__init__
+    holder.__init__ = lambda self, *a, **k: (stock(self, *a, **k), order.append(hasattr(self, "_replayssm")))[0]
+    hybrid(64, 4, 4, 2, 16, 4, LAYER_MASK, torch.float32, torch.float32, None, None, max_batch_size=2, mapping=MAPPING)
+    assert order == [True]
+
+
+def test_shutdown_lets_go_of_the_states_and_tells_the_traffic(serve):
+    """A02: what ran can be read back from the log: fewer states written than tokens decoded."""
+    server = run(serve("C", drafts=3), 60)
+    counts = decoder_of(server).pool.stats()
+    server.manager.shutdown()
+    assert holder_of(server)._replayssm is None
+    line = log_of("info")[-1]
+    assert f"tokens {counts['tokens']}," in line and f"state_writes {counts['state_writes']}," in line
+    assert counts["state_writes"] < counts["tokens"] / 4
+
+
+# ---- switches ----
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("", "false"), ("", "2"), ("", ""), ("_WINDOW", "65"), ("_WINDOW", "-1"), ("_READ_COPY", "fp4"),
+        ("_STOCHASTIC_ROUNDING", "yes"), ("_SEED", "1e3"), ("_SHADOW", "0x10"), ("_CHECK", "often"),
+        ("_ON_MISMATCH", "ignore"), ("_WINDOWS", "8"), ("_OFF", "1"),
+    ],
+)  # fmt: skip
+def test_bad_switches_name_themselves(name, value):
+    with pytest.raises(ValueError, match=f"^TRTLLM_REPLAYSSM{name}: (expected|no such variable)"):
+        Settings.of({f"TRTLLM_REPLAYSSM{name}": value})
+
+
+def test_good_switches():
+    text = {"": "1", "_WINDOW": "32", "_READ_COPY": "nvfp4", "_STOCHASTIC_ROUNDING": "0", "_SEED": str(2**64 - 1)}
+    text |= {"_CHECK": "0", "_SHADOW": "7", "_ON_MISMATCH": "fallback", "_NVCC": "pypi"}
+    given = Settings.of({f"TRTLLM_REPLAYSSM{name}": value for name, value in text.items()} | {"TLLM_X": "?"})
+    assert given == Settings(True, True, 32, "nvfp4", "0", 2**64 - 1, 0, 7)
+    assert Settings.of({}) == Settings() and not Settings.of({"TRTLLM_REPLAYSSM": "0"}).enabled
+
+
+def test_switched_off_is_stock(serve):
+    server = run(serve("C", {"REPLAYSSM": "0"}, drafts=3), 60)
+    model = sys.modules[doubles.MODEL]
+    assert model.Mamba2Mixer is sys.modules[doubles.MIXER].Mamba2Mixer
+    assert model.MODEL_CLASS_MAPPING["NemotronHForCausalLM"] is model.NemotronHForCausalLM
+    assert holder_of(server).mamba_cache.intermediate_ssm.numel() > 0
+    assert not hasattr(holder_of(server), "_replayssm") and server.worst < 5e-6
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_shadow(serve, every):
+    """The stock kernel agrees, layer after layer; a state that was spoilt is told."""
+    server = run(serve("C", {"REPLAYSSM_SHADOW": str(every)}, drafts=2), 60)
+    shadow = decoder_of(server).shadow
+    assert len(shadow.differences) > 30 / every
+    assert {layer for _, layer, _ in shadow.differences} == set(range(MAMBA_LAYERS))
+    assert all(step % every == 0 and 0 < difference < 1e-5 for step, _, difference in shadow.differences)
+    assert sum("ReplaySSM shadow" in line for line in log_of("info")) == len(shadow.differences)
+    server._compare = lambda request, tokens, accepted, outputs: setattr(
+        request, "history", np.concatenate([request.history, tokens[:accepted]])
+    )
+    for _ in range(40):
+        server.mixers[0].A.mul_(1.5)  # the stock kernel sees it, ours has its own copy
+        server.step()
+    assert any("relative difference" in line for line in log_of("warning"))
+
+
+# ---- refusals ----
+
+
+def test_mtp_on_profile_a_is_refused(serve):
+    from_probe = "expected a TensorRT-LLM that keeps Mamba states for drafts"
+    with pytest.raises(RuntimeError, match=from_probe):
+        serve("A", drafts=2)
+    with pytest.raises(RuntimeError, match=from_probe):
+        serve("A", {"REPLAYSSM_ON_MISMATCH": "fallback"}, drafts=2)
+
+
+CASES = {
+    "native replay": ({}, {"use_replay_state_update": True}, "set TRTLLM_USE_MAMBA_REPLAY=0"),
+    "too many drafts": ({}, {"drafts": 16}, "max_step_tokens: expected 1..16"),
+    "rounding of fp32": ({}, {"mamba_ssm_stochastic_rounding": True}, "expected mamba_ssm_cache_dtype float16"),
+    "state dtype": ({}, {"dtypes": (torch.float32, torch.float64)}, "expected float32, bfloat16 or float16"),
+    "window": ({"REPLAYSSM_WINDOW": "2"}, {}, "max_step_tokens: expected 1..2"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_refused_or_stays_stock(serve, case):
+    environment, options, match = CASES[case]
+    options = {"drafts": 3} | options
+    with pytest.raises(RuntimeError, match=match):
+        serve("C", environment, **options)
+    server = serve("C", environment | {"REPLAYSSM_ON_MISMATCH": "fallback"}, **options)
+    assert holder_of(server)._replayssm is None
+    assert holder_of(server).mamba_cache.intermediate_ssm.numel() > 0
+    assert any("ReplaySSM is OFF" in line and match.split(": ")[0] in line for line in log_of("warning"))
+    if case != "native replay":  # whose kernel the double does not have
+        assert run(server, 30).worst < 5e-6
+
+
+@pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
+def test_managers_whose_slots_move_are_refused_by_name(serve):
+    serve("C", drafts=2)
+    cpp = sys.modules[doubles.MANAGER].CppMambaHybridCacheManager
+    with pytest.raises(RuntimeError, match="CppMambaHybridCacheManager: .* set TRTLLM_USE_PY_MAMBA=1"):
+        cpp()
+    serve("C", {"REPLAYSSM_ON_MISMATCH": "fallback"}, drafts=2)
+    assert sys.modules[doubles.MANAGER].CppMambaHybridCacheManager()._replayssm is None
+
+
+def test_a_manager_that_nobody_knows_is_refused(serve):
+    server = serve("C", drafts=2)
+    run(server, 5)
+    stranger = SimpleNamespace(mamba_layer_offsets={0: 0})
+    attn_metadata = SimpleNamespace(kv_cache_manager=stranger, num_contexts=0)
+    with pytest.raises(
+        RuntimeError, match="expected a Python or Mixed cache manager, made after the model, got Simple"
+    ):
+        server.mixers[0](torch.zeros(1, server.width), attn_metadata, server.metadata)
+
+
+def test_trees_of_drafts_are_refused(serve):
+    """A19."""
+    server = run(serve("C", drafts=2), 5)
+    arguments = (SimpleNamespace(num_contexts=0, num_seqs=1), torch.ones(1, dtype=torch.int32), torch.zeros(1))
+    with pytest.raises(RuntimeError, match="expected a chain of drafts, got a tree"):
+        server.manager.update_mamba_states(*arguments, accepted_leaf_positions=torch.zeros(1))
+
+
+@pytest.mark.parametrize("name, value", [("USE_MAMBA_REPLAY", "1"), ("USE_PY_MAMBA", "0")])
+def test_contrary_switches_of_tensorrt_llm_are_refused(serve, name, value):
+    with pytest.raises(RuntimeError, match=f"TRTLLM_{name}: expected . .*, got '{value}'"):
+        serve("C", {name: value}, drafts=2)
+
+
+@pytest.mark.parametrize(
+    "spoil, match",
+    [
+        (lambda model, mixer, manager: delattr(manager.PythonMambaCacheManager, "use_replay_state_update") or
+         delattr(model, "NemotronHMTP"), "got one with NemotronHMTP missing, update_mamba_states found"),
+        (lambda model, mixer, manager: delattr(mixer, "selective_state_update_native"),
+         "profile C: expected selective_state_update_native in tensorrt_llm._torch.modules.mamba.mamba2_mixer"),
+        (lambda model, mixer, manager: setattr(mixer.Mamba2Mixer, "forward", lambda self, hidden_states: None),
+         "Mamba2Mixer.forward to take attn_metadata, mamba_metadata, it takes self, hidden_states"),
+        (lambda model, mixer, manager: sys.modules.pop(doubles.MIXER), "expected a module tensorrt_llm.*, found none"),
+    ],
+)  # fmt: skip
+def test_another_tensorrt_llm_is_told_by_what_is_missing(monkeypatch, spoil, match):
+    doubles.make_package("C")
+    try:
+        spoil(*(sys.modules[name] for name in (doubles.MODEL, doubles.MIXER, doubles.MANAGER)))
+        with pytest.raises(RuntimeError, match=match):
+            importlib.import_module(f"{PACKAGE}.model")
+    finally:
+        doubles.drop_package()
+
+
+def test_other_hybrid_models_stay_stock(serve):
+    """A manager without mixers of ours in the process (Qwen3-Next has the same one) is not touched."""
+    server = serve("C", drafts=2)
+    server.mixers[0].__class__.built = 0
+    other = type(server.manager)(
+        64, 4, 4, 2, 16, 4, LAYER_MASK, torch.float32, torch.float32, None, None, max_batch_size=2, mapping=MAPPING,
+        spec_config=SimpleNamespace(tokens_per_gen_step=3),
+    )  # fmt: skip
+    assert other._impl.mamba_cache.intermediate_ssm.numel() > 0 and not hasattr(other._impl, "_replayssm")
+
+
+# ---- how it gets there ----
+
+
+def test_installing_twice_is_as_good_as_once(serve):
+    serve("C", drafts=2)
+    mixer = sys.modules[doubles.MIXER]
+    patched = mixer.selective_state_update_native, sys.modules[doubles.MODEL].Mamba2Mixer
+    importlib.reload(sys.modules[f"{PACKAGE}.model"])
+    assert patched == (mixer.selective_state_update_native, sys.modules[doubles.MODEL].Mamba2Mixer)
+
+
+@PROFILES
+def test_the_registered_class_is_sent_by_reference(serve, profile, drafts):
+    serve(profile, drafts=drafts)
+    registered = sys.modules[doubles.MODEL].MODEL_CLASS_MAPPING["NemotronHForCausalLM"]
+    assert pickle.loads(pickle.dumps(registered)) is registered
+    assert registered is sys.modules[f"{PACKAGE}.model"].ReplayNemotronHForCausalLM
+    assert issubclass(registered, sys.modules[doubles.MODEL].NemotronHForCausalLM)
+
+
+def test_the_module_directory_lies_alone():
+    """Its parent goes first on sys.path: a neighbour called like an installed package would take its place."""
+    command = [sys.executable, "-m", "trtllm_replayssm", "trtllm-module-dir"]
+    printed = Path(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
+    assert printed == MODULE_DIR and (printed / "__init__.py").is_file()
+    assert [path.name for path in printed.parent.iterdir() if path.name != "__pycache__"] == [printed.name]
+    assert importlib.util.find_spec(printed.name) is None  # nothing else has its name
+
+
+def test_importing_the_directory_installs(monkeypatch):
+    """As `trtllm-serve --custom_module_dirs` does it."""
+    doubles.make_package("C")
+    try:
+        monkeypatch.syspath_prepend(str(MODULE_DIR.parent))
+        importlib.import_module(MODULE_DIR.name)
+        assert sys.modules[doubles.MODEL].Mamba2Mixer.__name__ == "ReplayMamba2Mixer"
+    finally:
+        sys.modules.pop(MODULE_DIR.name, None)
+        doubles.drop_package()
+
+
+@pytest.mark.parametrize("name", ["super-mtp", "nano-mtp"])
+def test_example_configurations_fit(serve, pytestconfig, name):
+    """What they ask of the manager is what the adapter takes."""
+    config = yaml.safe_load((pytestconfig.rootpath / "examples" / "trtllm-serve" / f"{name}.yaml").read_text())
+    cache, speculation = config["kv_cache_config"], config["speculative_config"]
+    assert speculation["decoding_type"] == "MTP" and cache["enable_block_reuse"] is False
+    dtypes = torch.bfloat16, getattr(torch, cache["mamba_ssm_cache_dtype"])
+    rounding = {"mamba_ssm_stochastic_rounding": cache.get("mamba_ssm_stochastic_rounding", False)}
+    server = serve("C", drafts=speculation["max_draft_len"], dtypes=dtypes, **rounding)
+    expected = {"super-mtp": "fp16_sr", "nano-mtp": "fp32"}[name]
+    assert decoder_of(server).pool.config.checkpoint == expected
