@@ -406,8 +406,9 @@ class Engine(Serving):
             dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
             rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
             order.
-        tensor_parallel: a group of torch.distributed whose ranks share every layer (tensor_parallel.py). Each makes the
-            same engine and the same calls in the same order, and gets the same tokens.
+        tensor_parallel: a group of torch.distributed, such as dist.group.WORLD, whose ranks share every layer
+            (tensor_parallel.py). Each makes the same engine and the same calls in the same order, and gets the same
+            tokens. `config` and memory are the rank's own.
         cuda_graphs: None: on CUDA unless `deterministic` or `tensor_parallel`.
         progress: show a bar on stderr while weights load.
         allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
