@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, step_read.cu, fold.cu), and the instructions
-// that it takes:
+// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, step_read.cu, fold.cu), and
+// the instructions that it takes:
 //
 //     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
 //
