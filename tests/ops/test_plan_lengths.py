@@ -89,7 +89,7 @@ def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
         ([0, -2], [3, 4], None, None, (1, 1, -2, SLOTS)),
         ([3, 2, 3], [3, 4, 5], None, None, (2, 2, 3, 0)),
         ([3, 2], [3, 0], None, None, (13, 1, 0, 1)),
-        ([3, 2], [-2, 4], None, [-2, 2], (13, 0, -2, 1)),
+        ([3, 2], [-2, 4], None, [0, 4], (13, 0, -2, 1)),
         ([3, 2], [3, 4], [4, 4], None, (13, 1, 0, 1)),  # a decode step before the prompt gave its first token
         ([3, 2], [3, 4], None, [3, 9], (5, 1, 9, 7)),  # a chunk of a prompt, or drafts beside it
         ([3, 2], [3, 4], [4, 5], [1, 3], (5, 1, 3, 2)),  # drafts in a decode step

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One room for each outside system that ReplaySSM layers run in."""
+"""One room for each outside system."""

@@ -406,8 +406,9 @@ class Engine(Serving):
             dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
             rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
             order.
-        tensor_parallel: a group of torch.distributed whose ranks share every layer (tensor_parallel.py). Each makes the
-            same engine and the same calls in the same order, and gets the same tokens.
+        tensor_parallel: a group of torch.distributed, such as dist.group.WORLD, whose ranks share every layer
+            (tensor_parallel.py). Each makes the same engine and the same calls in the same order, and gets the same
+            tokens. `config` and memory are the rank's own.
         cuda_graphs: None: on CUDA unless `deterministic` or `tensor_parallel`.
         progress: show a bar on stderr while weights load.
         allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
@@ -535,6 +536,15 @@ def _replay_config(
     return SlotLayout(model.geometry, config).config
 
 
+def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
+    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
+    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
+    return (
+        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
+        f"({', '.join(places)}); activations are not quantised"
+    )
+
+
 def _draft_tokens(speculation: str | Drafter | None, draft_tokens: int, window: int | str) -> int:
     """The most drafts a step, 0 without speculation; ValueError if this cannot work."""
     if speculation is None:
@@ -576,12 +586,3 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
     return device
-
-
-def _what_is_dequantized(checkpoint: str | Path, formats: dict[str, str], dtype: torch.dtype) -> str:
-    counts = " and ".join(f"{count} {name}" for name, count in sorted(Counter(formats.values()).items()))
-    places = dict.fromkeys(".".join(name.split(".")[:3]) if ".layers." in name else name for name in formats)
-    return (
-        f"{checkpoint}: {counts} weights become {str(dtype).removeprefix('torch.')} when they are loaded "
-        f"({', '.join(places)}); activations are not quantised"
-    )
