@@ -129,6 +129,7 @@ def test_picture(bench, tmp_path):
         (("--batches", "0"), "batch is 0, expected at least 1"),
         (("--modes", "fast"), "unknown 'fast', expected some of replay conventional"),
         (("--modes", "conventional", "--tokens", "2"), "use conventional_verify"),
+        (("--modes", "peer:vllm", "--tokens", "2"), "mode peer:vllm takes 1 token, got 2"),
         (("--modes", "conventional", "--formats", "fp16_sr:none"), "mode conventional takes fp32, bf16, fp16"),
         (("--modes", "conventional", "--no-flush"), "--no-flush goes with mode replay"),
         (("--formats", "fp32"), "expected CHECKPOINT:READ_COPY"),
@@ -141,6 +142,7 @@ def test_picture(bench, tmp_path):
 )
 def test_bad_options(bench, monkeypatch, arguments, message):
     """Refused before anything is measured."""
+    monkeypatch.setitem(peers.PEERS, "vllm", Reference("no-such-package", "torch"))
     monkeypatch.setattr(KernelBench, "measure", lambda *_: pytest.fail("measured"))
     assert message in bench(*SMALL, *arguments, code=2)[1]
 

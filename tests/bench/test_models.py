@@ -136,7 +136,7 @@ def test_acceptance_that_was_not_simulated_is_refused():
         ((*SERVE, "--draft-tokens", "0"), "draft_tokens is 0, expected 1..15"),
         ((*SERVE, "--memory", "12"), "expected a number of KB, MB or GB"),
         ((*SERVE, "--memory", "1KB"), "memory is 1000 bytes, expected at least"),
-        ((*SERVE, "--answer", "2"), "answer is 2, expected at least 4"),
+        ((*SERVE, "--answer", "7"), "answer is 7, expected at least 8"),
     ],
 )
 def test_bad_options(bench, arguments, message):

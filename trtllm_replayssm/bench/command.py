@@ -271,7 +271,7 @@ def _kernel_cases(options) -> list:
     """The cases in the order of the options. Of modes that were not named, those that do not take a combination are
     left out, and peers that are missing are told of.
     """
-    from .kernel import CONVENTIONAL_CHECKPOINTS, MODES, Case
+    from .kernel import CONVENTIONAL_CHECKPOINTS, MODES, Case, takes_one_token
     from .peers import PEERS
 
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
@@ -289,8 +289,7 @@ def _kernel_cases(options) -> list:
         checkpoint, copy = _formats(formats)
         for mode in options.modes or known:
             plain = checkpoint in CONVENTIONAL_CHECKPOINTS and copy == "none" and not options.no_flush
-            single = mode == "conventional" or mode.startswith("peer:")
-            fits = mode == "replay" or (plain and single == (tokens == 1))
+            fits = mode == "replay" or (plain and takes_one_token(mode) == (tokens == 1))
             if mode in missing or (not options.modes and not fits):
                 continue
             case = Case(geometry, batch, tokens, mode, checkpoint, copy, window, not options.no_flush)

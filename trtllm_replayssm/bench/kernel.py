@@ -34,6 +34,10 @@ MODES = ("replay", "conventional", "conventional_verify")
 CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
 
 
+def takes_one_token(mode: str) -> bool:
+    return mode == "conventional" or mode.startswith("peer:")
+
+
 def parse_geometry(text: str) -> MambaGeometry:
     """A geometry by name, or by numbers: heads x head_dim x groups x state_dim, as in 16x64x1x128."""
     if text in GEOMETRIES:
@@ -66,9 +70,9 @@ class Case:
         for name in ("batch", "tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.mode == "conventional" and self.tokens > 1:
+        if takes_one_token(self.mode) and self.tokens > 1:
             raise ValueError(
-                f"mode conventional takes 1 token, got {self.tokens}: it can't reject drafts; use conventional_verify"
+                f"mode {self.mode} takes 1 token, got {self.tokens}: it can't reject drafts; use conventional_verify"
             )
         if self.mode != "replay":
             if not self.flushes:

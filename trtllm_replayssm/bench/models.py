@@ -130,9 +130,9 @@ class Subject:
             raise ValueError(f"model is {name!r}, expected {', '.join(MODELS)} or a checkpoint directory")
         self.has_mtp = self._weights.has_mtp
 
-    def loader(self, way: str) -> Loader:
-        """Layers whose decode step treats the state in one of mamba_mixer.STEPS."""
-        return Loader(
+    def model(self, way: str) -> tuple[Model, Loader]:
+        """The model whose decode step treats the state in one of mamba_mixer.STEPS, and what loads more of it."""
+        loader = Loader(
             self.config,
             self._weights,
             step=STEPS[way],
@@ -141,9 +141,6 @@ class Subject:
             device=self.device,
             tiles=RowTiles(fixed=False),
         )
-
-    def model(self, way: str) -> tuple[Model, Loader]:
-        loader = self.loader(way)
         return Model(loader), loader
 
     def replay_config(

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 
 
-class Peer:
-    """A library's single-token state update.
+class Library:
+    """A module of another package.
 
-    settings: what it is tuned over, dicts that go into records; the first is the library's own choice.
+    settings: what its call is tuned over, dicts that go into records.
     """
 
     settings: list[dict] = [{}]
@@ -43,6 +43,10 @@ class Peer:
             return importlib.metadata.version(self._package)
         except importlib.metadata.PackageNotFoundError:
             return "unknown"
+
+
+class Peer(Library):
+    """A library's single-token state update. The first of its settings is the library's own choice."""
 
     def update(
         self,

@@ -82,8 +82,8 @@ def draw_step(records: list[dict]) -> bytes:
             heights = [bar["parts_us"][part] / 1e3 for bar in bars]
             axes.bar(range(len(bars)), heights, bottom=base, color=colors[part], label=part, width=0.75)
             base = [low + height for low, height in zip(base, heights, strict=True)]
-        labels = [f"{bar['context']}\n{bar['mode'][:6]}" for bar in bars]
-        axes.set_xticks(range(len(bars)), labels, fontsize="x-small", rotation=90 if len(bars) > 6 else 0)
+        labels = [f"{bar['context']}\n{bar['mode']}" for bar in bars]
+        axes.set_xticks(range(len(bars)), labels, fontsize="x-small", rotation=90 if len(bars) > 4 else 0)
         axes.set(ylabel="ms a step", title=f"batch {batch}", xlabel="context, mode")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
     figure.suptitle(f"{records[0]['model']}: a decode step, {_where(records)}")
@@ -103,6 +103,7 @@ def draw_serve(records: list[dict]) -> bytes:
                 )
     axes.set(xscale="log", xlabel="clients", ylabel="tokens per second", title=f"{records[0]['model']}")
     axes.set_xticks(sorted({record["batch"] for record in records}), sorted({record["batch"] for record in records}))
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

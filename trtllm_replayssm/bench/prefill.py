@@ -12,13 +12,13 @@ import torch
 from .. import MambaGeometry, ReplayConfig, StatePool, ops
 from .clock import repeatable, seconds, spread
 from .kernel import layer_inputs
-from .peers import Peer
+from .peers import Library
 from .records import InvalidRun
 
 CHUNKS = (128, 256)
 
 
-class ChunkScan(Peer):
+class ChunkScan(Library):
     """mamba_ssm's chunk scan of a whole prompt."""
 
     settings = [{"chunk_size": size} for size in CHUNKS]

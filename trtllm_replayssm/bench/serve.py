@@ -41,7 +41,7 @@ MODES = {
     "standard": ("conventional", False),
     "standard_replay": ("replay", False),
 }
-PREFILL_CHUNK = 512
+PREFILL_CHUNK, FILLING_CHUNK = 512, 4096  # most prompt tokens of a pass; before the measurement
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class Load:
 
     prompt: int
     answer: int
-
-    def __post_init__(self):
-        for name, least in (("prompt", 1), ("answer", 4)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least {least}")
 
     @property
     def longest(self) -> int:
@@ -97,6 +92,9 @@ class ServeBench:
     ):
         if not 1 <= draft_tokens <= 15:
             raise ValueError(f"draft_tokens is {draft_tokens}, expected 1..15")
+        for name, least in (("prompt", 1), ("answer", 2 * (1 + draft_tokens))):
+            if getattr(load, name) < least:
+                raise ValueError(f"{name} is {getattr(load, name)}, expected at least {least}")
         if acceptance is not None and not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance is {acceptance}, expected 0..1")
         self.subject = Subject(model, device, dtype)
@@ -285,12 +283,15 @@ class Server:
         self.runner, self.load, self.drafts = runner, load, drafts
         self.steps: Counter[tuple[int, int]] = Counter()
         self.prompt_seconds = 0.0
-        self._scheduler = Scheduler(slots, PREFILL_CHUNK)
+        self._scheduler = Scheduler(slots, FILLING_CHUNK)
         self._random = random.Random(0)
         self._requests = 0
-        # The first answers are cut anywhere, as if the clients had been at it for long.
-        for _ in range(clients):
-            self._ask(self._random.randint(1 + drafts, self._length()))
+        # Whoever has a slot is somewhere in an answer, the begun part of which goes as prompt: as if the clients had
+        # been at it for long. So contexts, and with them the graphs, are those of later on.
+        for client in range(clients):
+            length = self._length()
+            begun = self._random.randrange(length - drafts) if client < slots else 0
+            self._ask(length - begun, begun)
 
     def fill(self) -> None:
         """The prompts of all that have a slot, without decode steps between them."""
@@ -298,6 +299,7 @@ class Server:
         while any(sequence.in_prompt for sequence in self._scheduler.running):
             if chunks := self._scheduler.next_prompts():
                 self._hand_out(*self._prompts(chunks))
+        self._scheduler.prefill_chunk = PREFILL_CHUNK
 
     def run(self, decode_steps: int) -> tuple[int, float]:
         """Tokens and seconds of so many decode steps and the prompts between them."""
@@ -311,9 +313,10 @@ class Server:
     def _length(self) -> int:
         return self._random.randint(self.load.answer // 2, self.load.longest)
 
-    def _ask(self, length: int) -> None:
+    def _ask(self, length: int, begun: int = 0) -> None:
+        """A request for an answer of `length` tokens, after a prompt and `begun` tokens of the answer."""
         vocabulary = len(self.runner.model.embeddings)
-        prompt = [self._random.randrange(vocabulary) for _ in range(self.load.prompt)]
+        prompt = [self._random.randrange(vocabulary) for _ in range(self.load.prompt + begun)]
         params = SamplingParams(max_tokens=length, stop_tokens=())
         self._scheduler.add(Sequence(self._requests, prompt, params, frozenset(), _NoText(), self.drafts))
         self._requests += 1
