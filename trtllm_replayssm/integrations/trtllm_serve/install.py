@@ -250,6 +250,9 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
         try:
             if given.get("use_replay_state_update"):
                 raise Mismatch("the native replay is on: set TRTLLM_USE_MAMBA_REPLAY=0")
+            if drafts is not None and given["mapping"].pp_size > 1:
+                raise Mismatch("MTP: expected pp_size 1, since only the last pipeline rank learns what was accepted, "
+                               f"got {given['mapping'].pp_size}")  # fmt: skip
             if drafts is not None:
                 self.spec_state_size = rows
                 self.mamba_cache = _with_windows(self.mamba_cache, rows, drafts + 1)
