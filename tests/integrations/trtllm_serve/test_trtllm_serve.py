@@ -382,7 +382,7 @@ def test_mtp_over_pipeline_ranks_is_refused(serve):
     server = serve("C", drafts=2)
     sizes = (64, 4, 4, 2, 16, 4, LAYER_MASK, torch.float32, torch.float32, None, None)
     mapping = SimpleNamespace(**vars(MAPPING) | {"pp_size": 2})
-    with pytest.raises(RuntimeError, match="MTP: expected pp_size 1, .*, got 2"):
+    with pytest.raises(RuntimeError, match="MTP: expected pp_size 1, got 2"):
         type(server.manager)(
             *sizes, max_batch_size=2, mapping=mapping, spec_config=SimpleNamespace(tokens_per_gen_step=3)
         )
