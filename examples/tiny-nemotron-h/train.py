@@ -144,6 +144,15 @@ class Mamba2(nn.Module):
         spans = torch.logspace(math.log10(shortest), math.log10(longest), self.heads)
         self.A_log.copy_(-(spans * F.softplus(self.dt_bias.cpu())).log())
 
+    @torch.no_grad()
+    def remember_at_least(self, tokens: float) -> None:
+        """Fix A so that a head forgets by a factor of e within `tokens` at the largest step size, never faster. Step
+        sizes begin at half of that.
+        """
+        largest = self.dt_limit[1]
+        self.A_log.fill_(-math.log(tokens * largest)).requires_grad_(False)
+        self.dt_bias.fill_(math.log(math.expm1(largest / 2)))
+
     def forward(self, u: Tensor) -> Tensor:
         z, xBC, dt = self.in_proj(u).split([self.inner, self.conv1d.bias.numel(), self.heads], -1)
         xBC = F.silu(self.conv1d(xBC))
@@ -531,6 +540,8 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")  # TF32 in training; the final evaluation is in full FP32
     config = read_config(HERE)
+    if args.least_memory:
+        config.time_step_limit = [0.0, config.time_step_max]
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     split, byte_counts, digest = encode_split(tokenizer, config.eos_token_id)
     pad = config.pad_token_id
@@ -540,6 +551,10 @@ def train(args: argparse.Namespace) -> None:
         for module in model.modules():
             if isinstance(module, Mamba2):
                 module.remember(*args.memory)
+    if args.least_memory:
+        for module in model.modules():
+            if isinstance(module, Mamba2):
+                module.remember_at_least(args.least_memory)
     optimizer = make_optimizer(model, args)
     routers = [module for module in model.modules() if isinstance(module, Router)]
     offsets = torch.arange(args.sequence, device=args.device)
@@ -589,6 +604,9 @@ def train(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for name in CHECKPOINT_FILES:
         write_atomically(args.output / name, (HERE / name).read_bytes())
+    if args.least_memory:
+        values = json.loads((HERE / "config.json").read_text()) | {"time_step_limit": config.time_step_limit}
+        write_json(args.output / "config.json", values)
     model.load_state_dict(best[2])
     weights = save(rounded_state(model), metadata={"format": "pt"})
     write_atomically(args.output / "model.safetensors", weights)
@@ -653,6 +671,12 @@ def main() -> None:
         nargs=2,
         metavar=("SHORTEST", "LONGEST"),
         help="initial memory of the heads of a layer in tokens; default: A = 1 … heads",
+    )
+    parser.add_argument(
+        "--least-memory",
+        type=float,
+        metavar="TOKENS",
+        help="memory that no head can fall below: A is fixed, step sizes are limited",
     )
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")

@@ -21,6 +21,8 @@ def draw(summaries: dict[str, dict], title: str) -> bytes:
     Result.summary(). What is 0 everywhere (the same bits as FP32) is named in the legend only.
     """
     figure, axes = matplotlib().subplots(figsize=(7.5, 4.8), layout="constrained")
+    colours = matplotlib().get_cmap("tab20").colors
+    axes.set_prop_cycle(color=colours[::2] + colours[1::2])  # the ten usual ones, then ten pale ones
     for name, summary in summaries.items():
         shown = [bucket for bucket in summary["kl_by_bucket"] if bucket["kl"] > 0]
         if not shown:
