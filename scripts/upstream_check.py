@@ -12,7 +12,9 @@ CHECKOUT is a checkout of NVIDIA/TensorRT-LLM at any commit, or a folder with ju
 Nothing of TensorRT-LLM needs to be installed or built: what the files import besides one another is replaced, base
 classes (KV cache managers) by empty ones, kernels by plain torch (tests/integrations/trtllm_serve/stock_kernels.py).
 The same random server loop as in the tests then runs three times against the float64 oracle: stock, with ReplaySSM,
-and on a GPU also with steps captured in CUDA graphs. On the CPU the files' "cuda" is read as "cpu".
+and on a GPU also with steps captured in CUDA graphs. On the CPU the files' "cuda" is read as "cpu". Where CHECKOUT has
+TensorRT-LLM's tests of the manager (tests/unittest/_torch/executor/test_mamba_cache_manager.py), those that need no C++
+are run too: all with the stock manager, and with ReplaySSM all but those that look at states which it leaves out.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,10 +35,11 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integrations" / "trtllm_serve")]
 
 import doubles  # noqa: E402
+import pytest  # noqa: E402
 import stock_kernels  # noqa: E402
 import torch  # noqa: E402
 from doubles import shared  # noqa: E402
-from serving import DUMMY_ID, Server  # noqa: E402
+from serving import DUMMY_ID, MAPPING, Server  # noqa: E402
 
 from trtllm_replayssm import MambaGeometry  # noqa: E402
 
@@ -48,6 +52,8 @@ FILES = {
 }
 
 
+TESTS = "tests/unittest/_torch/executor/test_mamba_cache_manager.py"
+OF_STOCK_STATES = "cpp", "update_mamba_states", "replay"  # in names of tests: of C++, intermediate_ssm, native replay
 GEOMETRIES = {
     "small": MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64),
     "super-tp8": MambaGeometry(num_heads=16, head_dim=64, num_groups=1, state_dim=128),
@@ -81,8 +87,13 @@ class KVCacheManager(Resources):
     pass
 
 
+class Mapping(SimpleNamespace):
+    def __init__(self, **sizes):
+        super().__init__(**(vars(MAPPING) | sizes))
+
+
 def get_pp_layers(num_layers, mapping, layer_mask=None):
-    return shared.local_layers(layer_mask), num_layers
+    return shared.local_layers(layer_mask or [True] * num_layers), num_layers
 
 
 def copy_to_device_if_changed(target, source):
@@ -102,6 +113,7 @@ REPLACED = {
     "BaseResourceManager": Resources,
     "KVCacheManager": KVCacheManager,
     "KVCacheManagerV2": KVCacheManager,
+    "Mapping": Mapping,
     "get_pp_layers": get_pp_layers,
     "copy_to_device_if_changed": copy_to_device_if_changed,
     "CUDA_GRAPH_DUMMY_REQUEST_ID": DUMMY_ID,
@@ -188,10 +200,12 @@ def main() -> int:
             importlib.import_module(f"{ADAPTER}.model")
         record["profile"] = profile
         record["runs"][mode] = run = _run(profile, given, graphs)
+        if (given.checkout / TESTS).is_file() and not graphs:
+            run["own_tests"] = _own_tests(given.checkout / TESTS, on_cpu, switch == "0")
         print(f"{mode}: {run}", flush=True)
         doubles.drop_package()
     bound = max(BOUNDS[given.dtype], BOUNDS[given.state_dtype])
-    good = all(run["relative_error"] < bound for run in record["runs"].values())
+    good = all(run["relative_error"] < bound and not _failed(run) for run in record["runs"].values())
     record["passed"] = good
     if given.output:
         temporary = given.output.with_suffix(".partial")
@@ -199,6 +213,33 @@ def main() -> int:
         temporary.replace(given.output)
     print("passed" if good else "FAILED: an output is not the oracle's")
     return 0 if good else 1
+
+
+def _failed(run: dict) -> list[str]:
+    return [name for name, outcome in run.get("own_tests", {}).items() if outcome != "passed"]
+
+
+def _own_tests(path: Path, on_cpu: bool, stock: bool) -> dict[str, str]:
+    """Outcomes by name. State sizes are those that our kernels take."""
+    source = path.read_text().replace("d_state=8", "d_state=64").replace("head_dim=8", "head_dim=16")
+    if on_cpu:
+        source = source.replace('"cuda"', '"cpu"').replace("not torch.cuda.is_available()", "False")
+    outcomes = {}
+
+    class Collect:
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call" or report.outcome != "passed":
+                outcomes[report.nodeid.partition("::")[2]] = report.outcome
+
+    skipped = OF_STOCK_STATES[:1] if stock else OF_STOCK_STATES
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_text(source)
+        wanted = " and ".join(f"not {word}" for word in skipped)
+        pytest.main([str(copy), "-q", "-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider",
+                     "--import-mode=importlib", "-k", wanted],
+                    plugins=[Collect()])  # fmt: skip
+    return outcomes or {"collection": "failed"}
 
 
 def _find(checkout: Path, places: list[str]) -> Path | None:

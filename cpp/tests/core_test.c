@@ -37,6 +37,23 @@ static void test_layout(void) {
   wrong.read_copy = REPLAYSSM_READ_COPY_NVFP4;
   CHECK(replayssm_layout_init(&geometry, &wrong, &layout) == REPLAYSSM_INVALID_ARGUMENT);
   CHECK(strstr(replayssm_last_error(), "read_copy: expected 'none' with checkpoint='nvfp4'") != NULL);
+
+  replayssm_layout rest;
+  const int32_t external = REPLAYSSM_EXTERNAL_CHECKPOINT | REPLAYSSM_EXTERNAL_CONV_RING;
+  CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK && layout.external == 0);
+  CHECK(replayssm_layout_external(&geometry, &config, external, &rest) == REPLAYSSM_OK && rest.external == external);
+  CHECK(rest.checkpoint.offset == -1 && rest.checkpoint.bytes == layout.checkpoint.bytes);
+  CHECK(rest.conv_ring.offset == -1 && rest.x_ring.offset == 0 && rest.slot_stride < layout.slot_stride);
+  _Alignas(16) char blob[16];
+  replayssm_layer layer;
+  CHECK(replayssm_layer_from_blob(&rest, blob, 0, &layer) == REPLAYSSM_OK);
+  CHECK(!layer.checkpoint.base && !layer.conv_ring.base && layer.x_ring.base == blob);
+  CHECK(replayssm_layout_external(&geometry, &config, 4, &rest) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "external: unknown sections 0x4") != NULL);
+  wrong = config;
+  wrong.checkpoint = REPLAYSSM_CHECKPOINT_FP8_SR;
+  CHECK(replayssm_layout_external(&geometry, &wrong, external, &rest) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(replayssm_layout_external(&geometry, &wrong, REPLAYSSM_EXTERNAL_CONV_RING, &rest) == REPLAYSSM_OK);
   CHECK(sizeof(replayssm_cursor) == 32 && sizeof(replayssm_plan_row) == 64 && sizeof(replayssm_plan_header) == 64);
   CHECK(sizeof(replayssm_error) == 32);
 }
@@ -86,7 +103,8 @@ static void test_formats(void) {
   CHECK(layout.read_copy.offset >= layout.checkpoint.bytes && layout.read_copy.offset % 256 == 0);
 
   /* What a caller that lays out its own sections may get wrong. */
-  char memory[256] = {0}, plan[256] = {0};
+  _Alignas(16) char memory[256] = {0};
+  char plan[256] = {0};
   replayssm_cursor cursor = {0};
   replayssm_error error = {0};
   int64_t counters[REPLAYSSM_NUM_COUNTERS] = {0};

@@ -378,6 +378,18 @@ def test_a_manager_that_nobody_knows_is_refused(serve):
         server.mixers[0](torch.zeros(1, server.width), attn_metadata, server.metadata)
 
 
+def test_mtp_over_pipeline_ranks_is_refused(serve):
+    server = serve("C", drafts=2)
+    sizes = (64, 4, 4, 2, 16, 4, LAYER_MASK, torch.float32, torch.float32, None, None)
+    mapping = SimpleNamespace(**vars(MAPPING) | {"pp_size": 2})
+    with pytest.raises(RuntimeError, match="MTP: expected pp_size 1, got 2"):
+        type(server.manager)(
+            *sizes, max_batch_size=2, mapping=mapping, spec_config=SimpleNamespace(tokens_per_gen_step=3)
+        )
+    manager = type(server.manager)(*sizes, max_batch_size=2, mapping=mapping)
+    assert manager._impl._replayssm.pool.config.max_step_tokens == 1
+
+
 def test_trees_of_drafts_are_refused(serve):
     """A19."""
     server = run(serve("C", drafts=2), 5)

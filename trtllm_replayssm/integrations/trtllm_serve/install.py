@@ -250,6 +250,9 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
         try:
             if given.get("use_replay_state_update"):
                 raise Mismatch("the native replay is on: set TRTLLM_USE_MAMBA_REPLAY=0")
+            if drafts is not None and given["mapping"].pp_size > 1:
+                ranks = given["mapping"].pp_size
+                raise Mismatch(f"MTP: expected pp_size 1, got {ranks}: are all ranks told what was accepted? Not known")
             if drafts is not None:
                 self.spec_state_size = rows
                 self.mamba_cache = _with_windows(self.mamba_cache, rows, drafts + 1)
