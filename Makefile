@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test triton-server build/core/replayssm_test
 	build/core/replayssm_test
 	build/core/plugin_test build/core/libtrtllm_replayssm_plugins.so
-	build/core/plugin_harness build/core/libtrtllm_replayssm_plugins.so --quick --steps 100 \
+	build/core/plugin_harness build/core/libtrtllm_replayssm_plugins.so --quick --few 24 --steps 100 \
 	    $$(ls $(VENV)/lib/python3*/site-packages/tensorrt_lean_libs/libnvinfer_lean.so.* 2> /dev/null | sed 's/^/--registry /') \
 	    > build/core/plugin_harness.log || { cat build/core/plugin_harness.log; exit 1; }
 	$(BIN)/ruff check .

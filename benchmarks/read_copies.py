@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from trtllm_replayssm import ReplayConfig, ops
-from trtllm_replayssm.evaluation.drift import write_atomically
 from trtllm_replayssm.evaluation.statistics import interval
 from trtllm_replayssm.evaluation.subject import Decoder, Subject
+from trtllm_replayssm.measurement import write_atomically
 from trtllm_replayssm.runtime.engine import pick_device
 from trtllm_replayssm.runtime.texts import read_rows
 

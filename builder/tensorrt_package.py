@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from .. import _core, gpus
+
 # The parser takes RMSNormalization and TensorScatter from this version on.
 LEAST_FULL = (10, 15)
 _LEAST_RTX = (1, 7)
@@ -83,6 +85,28 @@ def installed() -> dict[str, str]:
         for name, module in modules.items()
         if importlib.util.find_spec(module) is not None
     }
+
+
+def abilities() -> dict[str, str]:
+    """What this machine can do with engine folders: `build` them, and `run` their plans; or why not."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            tensorrt = find()
+            build = f"plans by {tensorrt.name} {tensorrt.version}" + (f"; {RTX_ONLY}" if tensorrt.is_rtx else "")
+        except NoTensorRT as error:
+            build = f"no plans: {error}"
+    build = "; ".join([build, *(str(warning.message) for warning in told)])
+    here = gpus.found()
+    if not here:
+        return {"build": build, "run": "no plans: there is no GPU"}
+    if not _core.has_cuda():
+        return {"build": build, "run": "no plans: the plugins were built without CUDA ops"}
+    rtx = here[0].capability[0] in (8, 12)
+    fitting = [name for name in installed() if name == "tensorrt" or (name == "tensorrt_rtx" and rtx)]
+    kinds = "tensorrt or tensorrt_rtx" if rtx else "tensorrt"
+    run = f"plans of {', '.join(fitting)} on {here[0]}" if fitting else f"no plans: {here[0]} needs {kinds}"
+    return {"build": build, "run": run}
 
 
 def _full() -> ModuleType:

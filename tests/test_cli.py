@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_replayssm.builder import tensorrt_package
+from trtllm_replayssm.builder.tensorrt_package import TensorRT
 from trtllm_replayssm.cli import main
+from trtllm_replayssm.gpus import GPU
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "examples" / "tiny-nemotron-h")
@@ -34,7 +37,8 @@ def run(*arguments, code=0, cwd=ROOT, text=None):
 def test_info():
     lines = run("info").stdout.splitlines()
     assert lines[0].startswith("trtllm-replayssm ")
-    assert [line.split()[0] for line in lines[1:]] == ["CPU", "CUDA", "torch", "GPU", "runtime"]
+    first = ["CPU", "CUDA", "torch", "GPU", "runtime", "plugins", "TensorRT", "build", "run"]
+    assert [line.split()[0] for line in lines[1:]] == first
 
 
 def test_info_json(capsys):
@@ -42,6 +46,74 @@ def test_info_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["missing"] == []
     assert report["cuda_ops"] == bool(report["cuda_architectures"])
+    assert report["plugins"].startswith("libtrtllm_replayssm_plugins.so, with")
+    assert set(report["engines"]) == {"build", "run"}
+
+
+@pytest.mark.parametrize(
+    "found, packages, cuda, build, run",
+    [
+        ([], ["rtx", "lean"], False, "plans by tensorrt_rtx 1.7.1; a plan of TensorRT for RTX runs on RTX", "no GPU"),
+        ([(9, 0)], ["rtx"], True, "plans by tensorrt_rtx 1.7.1", "no plans: X (compute capability 9.0) needs tensorrt"),
+        (
+            [(12, 0)],
+            ["rtx"],
+            True,
+            "plans by tensorrt_rtx 1.7.1",
+            "plans of tensorrt_rtx on X (compute capability 12.0)",
+        ),
+        ([(9, 0)], ["full"], True, "plans by tensorrt 10.15", "plans of tensorrt on X (compute capability 9.0)"),
+        ([(9, 0)], ["full"], False, "plans by tensorrt 10.15", "no plans: the plugins were built without CUDA ops"),
+        ([], [], True, "no plans: no TensorRT is installed: pip install", "no plans: there is no GPU"),
+    ],
+)
+def test_what_can_be_done_with_engines(monkeypatch, found, packages, cuda, build, run):
+    names = {"rtx": "tensorrt_rtx", "full": "tensorrt", "lean": "tensorrt_lean"}
+    made = {"rtx": TensorRT("tensorrt_rtx", "1.7.1", None), "full": TensorRT("tensorrt", "10.15", None)}
+
+    def find():
+        if "full" in packages or "rtx" in packages:
+            return made["full" if "full" in packages else "rtx"]
+        raise tensorrt_package.NoTensorRT("no TensorRT is installed: pip install …")
+
+    monkeypatch.setattr(tensorrt_package, "find", find)
+    monkeypatch.setattr(tensorrt_package, "installed", lambda: {names[package]: "1" for package in packages})
+    monkeypatch.setattr(tensorrt_package.gpus, "found", lambda: [GPU("X", capability) for capability in found])
+    monkeypatch.setattr(tensorrt_package._core, "has_cuda", lambda: cuda)
+    abilities = tensorrt_package.abilities()
+    assert abilities["build"].startswith(build) and run in abilities["run"]
+
+
+def test_generate_by_an_engine_folder(tmp_path, capsys):
+    """The checkpoint's text, streamed and as JSON; options that a folder decides are refused, by name."""
+    folder = str(tmp_path / "engine")
+    sizes = ["--max-batch", "2", "--max-seq-len", "64", "--draft-tokens", "3", "--dtype", "float32", "--no-plans"]
+    assert main(["build", "--checkpoint", TINY, "--output", folder, *sizes]) == 0
+    capsys.readouterr()
+    more = ["--prompt", "In the beginning", "--max-tokens", "20", "--speculative", "mtp"]
+    assert main(["generate", "--checkpoint", TINY, "--device", "cpu", *more]) == 0
+    expected = capsys.readouterr().out.split("\n\n")
+    assert main(["generate", "--engine", folder, "--executor", "reference", *more]) == 0
+    given = capsys.readouterr().out.split("\n\n")
+    assert given[0] == expected[0] and given[2:] == expected[2:]  # the text; all but the seconds
+    assert main(["generate", "--engine", folder, "--executor", "reference", *more, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "In the beginning" + report["results"][0]["text"] == expected[0]
+    assert (report["dtype"], report["checkpoint_format"], report["speculation"]["draft_tokens"]) == (
+        "float32",
+        "fp32",
+        3,
+    )
+    for option, message in (
+        (["--engine", folder, "--executor", "reference", "--window", "8"], "--window: the engine folder says that"),
+        (["--engine", folder, "--executor", "gpu"], "executor is 'gpu', expected one of tensorrt, reference"),
+        (["--engine", folder], "has no plans: sh "),
+        (["--checkpoint", TINY, "--executor", "reference"], "--executor needs --engine"),
+        (["--engine", TINY], "has no key 'format', expected the config.json of an engine folder"),
+    ):
+        assert main(["generate", *option, *more]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 def test_info_with_numpy_only_says_what_is_missing():

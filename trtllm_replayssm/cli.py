@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `trtllm-replayssm`.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree, 2 bad input or
-something missing (one line says what), 130 interrupted, 129 and 143 a build ended by SIGHUP or SIGTERM.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree or a benchmark's
+run was invalid, 2 bad input or something missing (one line says what), 130 interrupted, 129 and 143 a build ended by
+SIGHUP or SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from . import _core, plugins
+from .bench import command as benchmarks
 from .builder import command as engines
-from .builder import plan_command, quantize_command
+from .builder import plan_command, quantize_command, tensorrt_package
 from .evaluation import command as evaluation
 from .integrations.triton_server import command as triton_server
 from .integrations.trtllm_build import command as trtllm_build
@@ -145,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_commands(commands)
     trtllm_build.add_commands(commands, window)
     serving.add_commands(commands)
+    benchmarks.add_commands(commands)
     triton_server.add_commands(commands, window)
     for command in (info, generate, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -161,8 +165,7 @@ def window(value: str) -> int | str:
 
 def _info(options) -> int:
     package = importlib.import_module(__package__)
-    core = importlib.import_module("._core", __package__)
-    architectures = core.cuda_architectures()
+    architectures = _core.cuda_architectures()
     missing = [
         name for name in ("torch", "safetensors", "tokenizers", "tqdm") if importlib.util.find_spec(name) is None
     ]
@@ -170,11 +173,14 @@ def _info(options) -> int:
         "version": package.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "cuda_ops": core.has_cuda(),
+        "cuda_ops": _core.has_cuda(),
         "cuda_architectures": architectures.split(),
         "missing": missing,
         "torch": None,
         "gpus": [],
+        "plugins": _plugins(),
+        "tensorrt": tensorrt_package.installed(),
+        "engines": tensorrt_package.abilities(),
     }
     if "torch" not in missing:
         torch = importlib.import_module("torch")
@@ -190,6 +196,9 @@ def _info(options) -> int:
     )
     gpu = ", ".join(report["gpus"]) or ("unknown without torch" if "torch" in missing else "none that torch can use")
     runtime = "ready" if not missing else f"needs {', '.join(missing)}: pip install 'trtllm-replayssm[runtime]'"
+    graphs = "ready"
+    if importlib.util.find_spec("onnx") is None:
+        graphs = "needs onnx: pip install 'trtllm-replayssm[builder]'"
     print(f"trtllm-replayssm {report['version']}  (Python {report['python']}, {report['machine']})")
     for name, value in (
         ("CPU ops", "built"),
@@ -197,9 +206,22 @@ def _info(options) -> int:
         ("torch", report["torch"] or "not installed"),
         ("GPU", gpu),
         ("runtime", runtime),
+        ("plugins", report["plugins"] or "not built: TensorRT's headers were not found at build time"),
+        ("TensorRT", ", ".join(map(" ".join, report["tensorrt"].items())) or "not installed"),
+        ("build", report["engines"]["build"]),
+        ("run", f"{report['engines']['run']}; the graphs, on the CPU: {graphs}"),
     ):
         print(f"  {name:9} {value}")
     return 0
+
+
+def _plugins() -> str | None:
+    """The TensorRT plugin library of this installation."""
+    try:
+        path = plugins.library_path()
+    except RuntimeError:
+        return None
+    return f"{path.name}, {'with' if _core.has_cuda() else 'without'} CUDA ops"
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

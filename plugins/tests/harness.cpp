@@ -3,14 +3,16 @@
 // The plugins at work, without an engine: made by a real plugin registry, called as an engine calls them, and compared
 // bit for bit with the C ABI.
 //
-//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--output FILE] [--commit ID]
+//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--few N] [--quick] [--part I/N] [--output FILE]
+//                    [--commit ID]
 //
 // Two execution contexts (clones of the same plugins, each with slots, memory and a stream of its own) take turns for N
 // steps: batches of random slots, idle rows, tokens and acceptance, prompts and new sequences among them. Every row is
 // done a second time by plan, conv_step, step or prefill, and commit of that row alone. Outputs, slots and cursors must
-// be the same bits; what lies behind a row's tokens holds NaN and must neither be read nor written. On a GPU each case
-// runs eagerly and captured in CUDA graphs, whose capture is the very first call. A library without CUDA ops runs on
-// host memory.
+// be the same bits; what lies behind a row's tokens holds NaN and must neither be read nor written. With plans of
+// lengths (state_io "lengths") the tokens are packed, prompts and decode steps of one token alternate, and slots are
+// never cleared; the second time is by cursors all the same. On a GPU each case runs eagerly and captured in CUDA
+// graphs, whose capture is the very first call. A library without CUDA ops runs on host memory.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -156,10 +158,11 @@ constexpr int32_t kSlots = 6, kRows = 4, kMostTokens = 40, kLayers = 2, kFirstHe
 struct Setup {
   replayssm_geometry geometry;
   replayssm_config config;
-  std::string state_io;
+  std::string state_io;  // "lengths": host_pointer with plan_mode lengths
   bool captured;
   int32_t steps;
 
+  bool of_lengths() const { return state_io == "lengths"; }
   int64_t inner() const { return int64_t{geometry.num_heads} * geometry.head_dim; }
   int64_t channels() const { return inner() + 2 * int64_t{geometry.num_groups} * geometry.state_dim; }
   int64_t projected() const { return inner() + channels() + geometry.num_heads; }  // z | x | B | C | dt
@@ -296,7 +299,9 @@ Fields common_fields(const Setup& setup) {
   fields.set("checkpoint", replayssm_checkpoint_name(c.checkpoint));
   fields.set("read_copy", replayssm_read_copy_name(c.read_copy));
   fields.set("activation", replayssm_dtype_name(c.activation)).set("seed", std::to_string(c.seed).c_str());
-  fields.set("num_slots", kSlots).set("state_io", setup.state_io.c_str()).set("plan_mode", "cursors");
+  const bool lengths = setup.of_lengths();
+  fields.set("num_slots", kSlots).set("state_io", lengths ? "host_pointer" : setup.state_io.c_str());
+  fields.set("plan_mode", lengths ? "lengths" : "cursors");
   return fields.set("num_layers", kLayers);
 }
 
@@ -417,7 +422,6 @@ class Context {
       CHECK(slots == wanted);
     }
     std::memcpy(counters_.data(), expected.data() + 64, sizeof(counters_));
-    CHECK(counters_[REPLAYSSM_COUNT_FLUSHES] > 0);
   }
 
   // What enqueue refuses leaves slots and cursors as they were (A36); a bad slot makes an idle row and a status.
@@ -465,7 +469,7 @@ class Context {
 
   int64_t counter(int32_t index) const { return counters_[index]; }
 
- private:
+ protected:
   struct Node {
     std::vector<PluginTensorDesc> in, out;
     std::vector<const void*> inputs;
@@ -642,7 +646,8 @@ class Context {
       }
       outstanding_[slot] = -1;
       REQUIRE_OP(replayssm_plan(&exec, &setup_.geometry, &setup_.config, &table, device_slot, nullptr, count, 1, plan));
-      for (int32_t l = 0; l < kLayers; ++l) repeat_layer(exec, table, plan, l, r, batch, folded);
+      const int64_t first = int64_t{r} * batch.tokens;
+      for (int32_t l = 0; l < kLayers; ++l) repeat_layer(exec, table, plan, l, first, count, folded);
       if (folded || count == 0) {
         REQUIRE_OP(replayssm_commit(&exec, &table, plan, 1, nullptr, folded ? REPLAYSSM_FOLDED : REPLAYSSM_STEPPED));
       } else {
@@ -652,13 +657,12 @@ class Context {
     wait(stream_);
   }
 
-  void repeat_layer(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t l, int32_t r,
-                    const Batch& batch, bool folded) {
+  // The tokens first..first+count-1 of a row through layer l of the reference.
+  void repeat_layer(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t l,
+                    int64_t first, int32_t count, bool folded) {
     const auto& [H, P, G, N, K] = setup_.geometry;
-    const int64_t D = setup_.channels(), inner = setup_.inner(), size = setup_.element(),
-                  first = int64_t{r} * batch.tokens;
+    const int64_t D = setup_.channels(), inner = setup_.inner(), size = setup_.element();
     const int32_t type = setup_.config.activation;
-    const int32_t count = batch.counts[r];
     const LayerWeights& weights = weights_[l];
     replayssm_layer layer;
     REQUIRE_OP(replayssm_layer_from_blob(&reference_.layout, reference_.layers[l].data(), l, &layer));
@@ -738,20 +742,202 @@ class Context {
   }
 };
 
-// Runs a setup and returns its line of the result.
+// A context whose plans are of lengths, as TensorRT-LLM's runtime binds them.
+class LengthsContext : public Context {
+ public:
+  LengthsContext(const Setup& setup, const Network& network, uint32_t seed)
+      : Context(setup, network, seed), prompts_(kRows * 4), sequences_(kRows * 4), ends_(kRows * 4), table_head_(128) {
+    for (const Pool* pool : {&pool_, &reference_}) {
+      for (const Buffer& layer : pool->layers) fill(layer.data(), 0xFF, layer.bytes(), stream_);
+    }
+    wait(stream_);
+  }
+
+  void start() {
+    draw();
+    slots_.put(now_.slots, stream_), prompts_.put(host_prompts_, stream_), sequences_.put(sequence_lengths_, stream_);
+    ends_.put(token_ends_, stream_);
+    for (int32_t l = 0; l < kLayers; ++l) {
+      const int64_t columns = setup_.projected(), element = setup_.element();
+      std::vector<char> values(static_cast<size_t>(now_.tokens * columns * element));
+      for (int64_t i = 0; i < now_.tokens * columns; ++i) {
+        const float value = static_cast<float>(random_() & 0xffff) / 32768.f - 1.f;
+        store(setup_, values.data() + i * element, i % columns >= setup_.inner() ? value : NAN);
+      }
+      projected_[l].put(values, stream_);
+      fill(out_[l].data(), 0xEE, out_[l].bytes(), stream_);
+      wait(stream_);
+    }
+    for (int32_t p = 0; p < static_cast<int32_t>(plugins_.size()); ++p) {
+      const Node node = node_of(p);
+      CHECK(plugins_[p].runtime->onShapeChange(node.in.data(), static_cast<int32_t>(node.in.size()), node.out.data(),
+                                               static_cast<int32_t>(node.out.size())) == 0);
+    }
+#ifdef REPLAYSSM_HARNESS_CUDA
+    if (setup_.captured && !begins_) {  // what the host decides is the same in every graph of decode steps
+      auto known = graphs_.find({now_.rows, 1});
+      if (known == graphs_.end())
+        known = graphs_.emplace(std::pair<int32_t, int32_t>{now_.rows, 1}, Graph(stream_, [&] { launch(); })).first;
+      known->second.launch(stream_);
+      return;
+    }
+#endif
+    launch();
+  }
+
+  void finish() {
+    out_host_.clear();
+    for (const Buffer& out : out_) out_host_.push_back(out.get(stream_));
+    const std::vector<char> table = table_head_.get(stream_);
+    wait(stream_);
+    CHECK(std::all_of(table.begin(), table.begin() + sizeof(replayssm_error), [](char byte) { return byte == 0; }));
+    const replayssm_exec exec = {kDevice, stream_};
+    const replayssm_table reference = reference_.table();
+    int64_t first = 0;
+    for (int32_t r = 0; r < now_.rows; ++r) {
+      const int32_t slot = now_.slots[r], count = now_.counts[r];
+      const auto* device_slot = static_cast<const int32_t*>(row_slot_[slot].data());
+      void* const plan = plans_[slot].data();
+      if (begins_)
+        REQUIRE_OP(replayssm_reset(&exec, &reference, device_slot, static_cast<const int64_t*>(stream_id_.data()), 1));
+      REQUIRE_OP(
+          replayssm_plan(&exec, &setup_.geometry, &setup_.config, &reference, device_slot, nullptr, count, 1, plan));
+      for (int32_t l = 0; l < kLayers; ++l) repeat_layer(exec, reference, plan, l, first, count, begins_);
+      REQUIRE_OP(replayssm_commit(&exec, &reference, plan, 1, nullptr, begins_ ? REPLAYSSM_FOLDED : REPLAYSSM_STEPPED));
+      first += count;
+    }
+    wait(stream_);
+    const auto bytes = static_cast<size_t>(now_.tokens * setup_.inner() * setup_.element());
+    for (int32_t l = 0; l < kLayers; ++l) {
+      const std::vector<char> expected = expected_[l].get(stream_);
+      wait(stream_);
+      const std::vector<char>& given = out_host_[l];
+      CHECK(std::memcmp(given.data(), expected.data(), bytes) == 0);
+      CHECK(std::all_of(given.begin() + static_cast<int64_t>(bytes), given.end(),
+                        [](char byte) { return byte == static_cast<char>(0xEE); }));
+    }
+  }
+
+  void end() {
+    for (int32_t l = 0; l < kLayers; ++l) {
+      const auto slots = pool_.layers[l].get(stream_), wanted = reference_.layers[l].get(stream_);
+      wait(stream_);
+      CHECK(slots == wanted);
+    }
+    const auto table = reference_.table_memory.get(stream_);
+    wait(stream_);
+    std::memcpy(counters_.data(), table.data() + 64, sizeof(counters_));
+    CHECK(counters_[REPLAYSSM_COUNT_FLUSHES] > 0);
+  }
+
+  // Prompts and decode steps in one batch are refused by whoever looks at the types.
+  void refuse() {
+    now_ = {2, 2, {0, 1}, {1, 1}, {}};
+    host_types_ = {0, 1};
+    for (int32_t p = 0; p < static_cast<int32_t>(plugins_.size()); ++p) {
+      if (p % 3 == 2) continue;  // flush, which does not look
+      CHECK(run(p, node_of(p)) != 0);
+      CHECK(std::strstr(last_error(), "host_request_types: expected 0 (context) in all rows or 1 (generation) in all"));
+    }
+  }
+
+ private:
+  void draw() {
+    std::array<int32_t, kSlots> order;
+    for (int32_t s = 0; s < kSlots; ++s) order[s] = s;
+    std::shuffle(order.begin(), order.end(), random_);
+    std::vector<int32_t> live;
+    for (const int32_t slot : order) {
+      if (prompt_[slot] > 0) live.push_back(slot);
+    }
+    begins_ = live.empty() || below(30) == 0;
+    const int32_t rows = 1 + below(begins_ ? 3 : std::min<int32_t>(kRows, static_cast<int32_t>(live.size())));
+    now_ = {rows, 0, {}, {}, {}};
+    host_types_.assign(static_cast<size_t>(rows), begins_ ? 0 : 1);
+    host_prompts_.clear(), sequence_lengths_.clear(), token_ends_.clear();
+    for (int32_t r = 0; r < rows; ++r) {
+      const int32_t slot = begins_ ? order[r] : live[static_cast<size_t>(r)];
+      if (begins_) prompt_[slot] = 1 + below(kMostTokens), decoded_[slot] = 0;
+      const int32_t count = begins_ ? prompt_[slot] : 1;
+      now_.slots.push_back(slot), now_.counts.push_back(count);
+      now_.tokens += count;
+      host_prompts_.push_back(prompt_[slot]), token_ends_.push_back(now_.tokens);
+      sequence_lengths_.push_back(prompt_[slot] + (begins_ ? 0 : ++decoded_[slot]));
+    }
+  }
+
+  void launch() {
+    for (int32_t p = 0; p < static_cast<int32_t>(plugins_.size()); ++p) CHECK(run(p, node_of(p)) == 0);
+  }
+
+  Node node_of(int32_t p) {
+    const int64_t B = now_.rows, T = now_.tokens, D = setup_.channels(), H = setup_.geometry.num_heads;
+    const auto i32 = DataType::kINT32, f32 = DataType::kFLOAT;
+    const PluginTensorDesc rows = describe(i32, {B}), order = describe(i32, {1}), head = describe(i32, {32});
+    const PluginTensorDesc plan = describe(i32, {replayssm_plan_bytes(now_.rows) / 4});
+    Node node;
+    auto input = [&](const void* data, const PluginTensorDesc& desc) {
+      node.inputs.push_back(data), node.in.push_back(desc);
+    };
+    auto output = [&](const Buffer& buffer, const PluginTensorDesc& desc) {
+      node.outputs.push_back(buffer.data()), node.out.push_back(desc);
+    };
+    if (p == 0) {
+      for (const void* data : {static_cast<const void*>(slots_.data()), static_cast<const void*>(host_types_.data()),
+                               static_cast<const void*>(prompts_.data()), static_cast<const void*>(sequences_.data()),
+                               static_cast<const void*>(ends_.data())})
+        input(data, rows);
+      output(plan_, plan), output(table_head_, head);
+      return node;
+    }
+    const int32_t l = (p - 1) / 3, part = (p - 1) % 3;
+    const LayerWeights& weights = weights_[l];
+    const PluginTensorDesc projected = describe(setup_.type(), {T, setup_.projected()});
+    input(plan_.data(), plan), input(table_head_.data(), head);
+    if (part == 0) {
+      input(projected_[l].data(), projected);
+      input(weights.conv_weight.data(), describe(f32, {D, setup_.geometry.conv_kernel}));
+      input(weights.conv_bias.data(), describe(f32, {D}));
+      output(xBC_[l], describe(setup_.type(), {T, D}));
+    } else if (part == 1) {
+      input(weights.A_log.data(), describe(f32, {H}));
+    } else {
+      input(xBC_[l].data(), describe(setup_.type(), {T, D})), input(projected_[l].data(), projected);
+      for (const Buffer* buffer : {&weights.A_log, &weights.D, &weights.dt_bias})
+        input(buffer->data(), describe(f32, {H}));
+      output(out_[l], describe(setup_.type(), {T, setup_.inner()}));
+    }
+    if (part != 1) input(host_types_.data(), rows), input(host_prompts_.data(), rows);
+    if (part > 0) input(order_.data(), order);
+    if (part < 2) output(order_, order);
+    state_address_[l] = static_cast<int64_t>(reinterpret_cast<intptr_t>(pool_.layers[l].data()));
+    input(&state_address_[l], describe(DataType::kINT64, {1}));
+    return node;
+  }
+
+  Buffer prompts_, sequences_, ends_, table_head_;
+  Batch now_{};
+  bool begins_ = false;
+  std::vector<int32_t> host_types_, host_prompts_, sequence_lengths_, token_ends_;
+  std::array<int32_t, kSlots> prompt_{}, decoded_{};  // of the sequence in a slot; prompt 0: none
+};
+
+// Runs a setup in contexts of its kind and returns its line of the result.
+template <typename Kind>
 std::string run(const Setup& setup, const Creators& creators) {
   const Network network(setup, creators);
-  Context first(setup, network, 1), second(setup, network, 2);
+  Kind first(setup, network, 1), second(setup, network, 2);
   for (int32_t i = 0; i < setup.steps; ++i) {
     first.start(), second.start();
     first.finish(), second.finish();
   }
   int64_t tokens = 0, flushes = 0;
-  for (Context* context : {&first, &second}) {
+  for (Kind* context : {&first, &second}) {
     context->end();
     tokens += context->counter(REPLAYSSM_COUNT_TOKENS);
     flushes += context->counter(REPLAYSSM_COUNT_FLUSHES);
   }
+  CHECK(flushes > 0);
   first.refuse();
   const replayssm_geometry& g = setup.geometry;
   std::ostringstream line;
@@ -767,10 +953,10 @@ std::string run(const Setup& setup, const Creators& creators) {
   return line.str();
 }
 
-// One format in full, then every pair of formats for a while, in both geometries that have kernels of their own and one
-// that has none. `quick`: a pair in one of the ways of passing state only, in turn.
-std::vector<Setup> setups(int32_t steps, bool quick) {
-  static const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer"};
+// One format in full, then every pair of formats for a `few` steps, in both geometries that have kernels of their own
+// and one that has none. `quick`: a pair in one of the ways of passing state, eagerly or captured, in turn.
+std::vector<Setup> setups(int32_t steps, int32_t few, bool quick) {
+  static const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer", "lengths"};
   std::vector<Setup> result;
   int32_t pairs = 0;
   const replayssm_geometry tuned64 = {8, 64, 2, 128, 4}, tuned80 = {6, 80, 2, 128, 4}, other = {4, 16, 2, 64, 3};
@@ -780,17 +966,17 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
     replayssm_layout layout;
     if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) return;  // a pair that makes no sense
     const bool every = !quick || count == steps;
-    for (int32_t way = 0; way < 3; ++way) {
-      if (!every && way != pairs % 3) continue;
+    for (int32_t way = 0; way < 4; ++way) {
+      if (!every && way != pairs % 4) continue;
       for (const bool captured : {false, true}) {
         if (captured && kDevice == REPLAYSSM_HOST) continue;
+        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs / 4 % 2 == 1)) continue;
         result.push_back({geometry, config, kStateIos[way], captured, count});
       }
     }
     ++pairs;
   };
   add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16, steps);
-  const int32_t few = 60;  // enough to flush
   for (int32_t checkpoint = 0; replayssm_checkpoint_name(checkpoint); ++checkpoint) {
     for (int32_t read_copy = 0; replayssm_read_copy_name(read_copy); ++read_copy) {
       for (const int32_t activation : {REPLAYSSM_BF16, REPLAYSSM_FP16, REPLAYSSM_FP32}) {
@@ -809,7 +995,7 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
 
 int main(int argc, char** argv) {
   const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown";
-  int32_t steps = 1000;
+  int32_t steps = 1000, few = 60, part = 0, parts = 1;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -821,13 +1007,16 @@ int main(int argc, char** argv) {
       if (argument == "--output") output = value;
       if (argument == "--commit") commit = value;
       if (argument == "--steps") steps = std::atoi(value);
+      if (argument == "--few") few = std::atoi(value);
+      if (argument == "--part" && std::sscanf(value, "%d/%d", &part, &parts) != 2) parts = 0;
     } else {
       library = argv[i];
     }
   }
-  if (!library || steps <= 60) {
+  if (!library || few < 24 || steps <= few || part < 0 || part >= parts) {
     std::printf(
-        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above 60] [--quick] [--output FILE] [--commit ID]\n",
+        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above the few] [--few N, 24 or more] [--quick]\n"
+        "       [--part I/N, every Nth case from I on] [--output FILE] [--commit ID]\n",
         argv[0]);
     return 2;
   }
@@ -843,13 +1032,15 @@ int main(int argc, char** argv) {
     std::strftime(date, sizeof(date), "%Y-%m-%d", std::gmtime(&now));
     text << "{\n \"bench\": \"plugin-harness\",\n \"gpu\": \"" << device_name() << "\",\n \"date\": \"" << date
          << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version
-         << "\",\n \"command\": \"plugin_harness --steps " << steps << (quick ? " --quick" : "")
+         << "\",\n \"command\": \"plugin_harness --steps " << steps << " --few " << few << (quick ? " --quick" : "")
          << "\",\n \"cases\": [";
-    const std::vector<Setup> all = setups(steps, quick);
-    for (size_t i = 0; i < all.size(); ++i) {
-      const std::string line = run(all[i], creators);
+    const std::vector<Setup> all = setups(steps, few, quick);
+    size_t done = 0;
+    for (size_t i = part; i < all.size(); i += parts, ++done) {
+      const std::string line =
+          all[i].of_lengths() ? run<LengthsContext>(all[i], creators) : run<Context>(all[i], creators);
       std::printf("%s\n", line.c_str());
-      text << (i ? ",\n  " : "\n  ") << line;
+      text << (done ? ",\n  " : "\n  ") << line;
     }
     text << "\n ]\n}\n";
     if (output) {
@@ -857,7 +1048,7 @@ int main(int argc, char** argv) {
       std::ofstream(unfinished) << text.str();
       CHECK(std::rename(unfinished.c_str(), output) == 0);
     }
-    std::printf("plugin_harness: %zu cases, all the same bits\n", all.size());
+    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", done, all.size());
   } catch (const std::exception& e) {
     std::printf("plugin_harness: %s\n", e.what());
     return 1;

@@ -53,10 +53,13 @@ TAIL=3 stage build python3 -m pip install --quiet --no-build-isolation --no-deps
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n $(( $(nproc) - 2 ))" || true)
 # shellcheck disable=SC2086
 TAIL=25 stage test python3 -m pytest tests -m gpu -p no:cacheprovider -q $workers --timeout 300
-TAIL=20 stage bench python3 benchmarks/kernel.py --geometry super --batches 1 32 256 --commit "$commit" \
+bench="python3 -m trtllm_replayssm bench"
+# shellcheck disable=SC2086
+TAIL=20 stage bench $bench kernel --geometry super --batches 1 32 256 --no-plot --commit "$commit" \
   --output "$out/kernel.json"
-TAIL=40 stage bench-verify python3 benchmarks/kernel.py --geometry super nano4b --batches 128 256 --tokens 1 2 4 8 \
-  --window 16 --steps 64 --repeats 3 --commit "$commit" --output "$out/verify.json"
+# shellcheck disable=SC2086
+TAIL=40 stage bench-verify $bench kernel --geometry super nano4b --batches 128 256 --tokens 1 2 4 8 --steps 64 \
+  --repeats 3 --no-plot --commit "$commit" --output "$out/verify.json"
 # Without torch's caching every tensor is an allocation of its own, and an access beyond it an error.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool in memcheck racecheck initcheck; do

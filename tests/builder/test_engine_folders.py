@@ -220,7 +220,7 @@ def test_spoilt_configs(tmp_path, monkeypatch):
     refused("9" * 5000, "config.json: not readable as JSON")
     refused((TINY / "config.json").read_text(), "config.json: has no key 'format'")
     refused("[" * 100000, "config.json: not readable as JSON")
-    refused(json.dumps(raw | {"format": 99}), "config.json: of another format, expected 2")
+    refused(json.dumps(raw | {"format": 99}), "config.json: of another format, expected 3")
     for key in raw.keys() - {"format"}:
         refused(json.dumps({other: value for other, value in raw.items() if other != key}), changed)
         for value in (None, [], {}, "x"):
@@ -418,8 +418,32 @@ def test_refused_checkpoints(tmp_path):
 
 
 def test_dtype_without_attention(tmp_path):
+    config = replace(SMALL_ENGINE, dtype="float32")
     with pytest.raises(ValueError, match="dtype: expected bfloat16 or float16, got 'float32'"):
-        build(TINY, tmp_path / "engine", replace(SMALL_ENGINE, dtype="float32"))
+        build(TINY, tmp_path / "engine", config)
+    report = build(TINY, tmp_path / "engine", config, plans=False)
+    assert (report.missing, report.bundle.plan) == (None, None)
+    with pytest.raises(ValueError, match="dtype: expected bfloat16 or float16, got 'float32'"):
+        builder.rebuild(tmp_path / "engine", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--timing-cache", "timings"], "timing cache: of the full TensorRT only, tensorrt_rtx 1."),
+        (["--target", "SM100"], "target: expected one of SM"),
+        (["--no-plans", "--target", "SM120"], "target: of plans, and none are asked for"),
+        (["--no-plans", "--timing-cache", "timings"], "timing cache: of plans, and none are asked for"),
+    ],
+)
+@needs_rtx
+def test_refused_before_the_export(tmp_path, options, message):
+    """What this TensorRT cannot take is told before anything is written."""
+    watch = "import trtllm_replayssm.builder.decoder as d, sys; d.export = None; from trtllm_replayssm import cli; "
+    code, _, error = child(
+        watch + "sys.exit(cli.main(sys.argv[1:]))", "build", "--checkpoint", TINY, "--output", tmp_path / "e", *options
+    )
+    assert (code, list(tmp_path.iterdir())) == (2, []) and message in error and error.count("\n") == 1
 
 
 def child(code, *arguments):

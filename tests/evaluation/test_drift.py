@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
 
-from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool
+from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, measurement
 from trtllm_replayssm.cli import main
 from trtllm_replayssm.evaluation import decays, drift, generation, subject
 from trtllm_replayssm.evaluation.drift import Drift, Settings
@@ -330,7 +330,7 @@ def test_plot_of_a_run_made_elsewhere(tmp_path, capsys, monkeypatch):
 
 def test_files_are_written_whole(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("old")
-    monkeypatch.setattr(drift.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(measurement.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        drift.write_atomically(tmp_path / "file", b"new")
+        measurement.write_atomically(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_text() == "old"

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm import ReplayConfig, SlotLayout
-from trtllm_replayssm.integrations.trtllm_build.checkpoint import Parallelism
 from trtllm_replayssm.integrations.trtllm_build.convert import convert
+from trtllm_replayssm.integrations.trtllm_build.shards import Parallelism
 from trtllm_replayssm.runtime import CheckpointError, ModelConfig
 
+from ..builder.checkpoints import FAMILIES, fp8_tensors, nvfp4_tensors, write_family
 from ..runtime.conftest import TINY, write_checkpoint
 from .conftest import WIDE
 
@@ -187,3 +188,105 @@ def test_nothing_is_left_of_a_conversion_that_fails(wide, tmp_path, monkeypatch)
     with pytest.raises(OSError, match="no space left"):
         convert(wide, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path, family):
+    """Dense ones are converted, those with experts refused."""
+    checkpoint = write_family(tmp_path / "source", family, shards=3)
+    if not family.startswith("nano-") or family == "nano-30b-a3b":
+        with pytest.raises(CheckpointError, match=r"layer \d+ is MoE"):
+            convert(checkpoint, tmp_path / "out", tp=2)
+        return
+    config = convert(checkpoint, tmp_path / "out", tp=8, window=16).config
+    raw = FAMILIES[family]
+    pattern = raw["hybrid_override_pattern"]
+    assert config["layer_types"].count("recurrent") == pattern.count("M") and len(config["layer_types"]) == len(pattern)
+    assert config["replayssm"]["geometry"]["head_dim"] == 80
+    ranks = [load_file(tmp_path / "out" / f"rank{rank}.safetensors") for rank in range(8)]
+    first = pattern.index("*")
+    assert ranks[3][f"transformer.layers.{first}.attention.qkv.weight"].shape == ((1 + 2) * 16, 64)
+    assert len({frozenset(rank) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_quantised_linears_are_cut_and_not_changed(tmp_path, tp):
+    """NVFP4 and FP8 beside each other, in TensorRT-LLM's names; lists of its own modules in quant_cfg.json."""
+    layers = {"hybrid_override_pattern": "M-*", "num_hidden_layers": 3}
+    checkpoint = write_family(tmp_path / "source", "nano-4b", quantized=True, **layers)
+    source = load_file(checkpoint / "model.safetensors")
+    config = convert(checkpoint, tmp_path / "out", tp=tp).config
+    assert config["quantization"] == {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+    lists = json.loads((tmp_path / "out" / "quant_cfg.json").read_text())
+    assert lists["quantized_layers"] == {
+        "transformer.layers.0.mamba.in_proj": {"quant_algo": "FP8"},
+        "transformer.layers.0.mamba.out_proj": {"quant_algo": "FP8"},
+        "transformer.layers.1.mlp.fc": {"quant_algo": "NVFP4", "group_size": 16},
+    }
+    ranks = [load_file(tmp_path / "out" / f"rank{rank}.safetensors") for rank in range(tp)]
+    up, down = "backbone.layers.1.mixer.up_proj.", "backbone.layers.0.mixer.out_proj."
+    fc, out = "transformer.layers.1.mlp.fc.", "transformer.layers.0.mamba.out_proj."
+    bits = lambda tensors, axis: torch.cat([tensor.view(torch.uint8) for tensor in tensors], axis)  # noqa: E731
+    assert torch.equal(bits(parts(ranks, fc + "weight"), 0), source[up + "weight"])
+    scales = bits(parts(ranks, fc + "weights_scaling_factor"), 0)
+    assert torch.equal(scales, source[up + "weight_scale"].view(torch.uint8))
+    assert torch.equal(bits(parts(ranks, out + "weight"), 1), source[down + "weight"].view(torch.uint8))
+    for rank in ranks:
+        for name, given in (
+            (fc + "weights_scaling_factor_2", up + "weight_scale_2"),
+            (fc + "activation_scaling_factor", up + "input_scale"),
+            (out + "weights_scaling_factor", down + "weight_scale"),
+            (out + "activation_scaling_factor", down + "input_scale"),
+        ):
+            assert rank[name].dtype == torch.float32 and rank[name].shape == (1,)
+            assert torch.equal(rank[name][0], source[given])
+
+
+def requantised(folder, names, pack=nvfp4_tensors, **changes):
+    """A checkpoint of three layers in which these linears are quantised, and no lists."""
+    layers = {"hybrid_override_pattern": "M-*", "num_hidden_layers": 3} | changes
+    checkpoint = write_family(folder, "nano-4b", **layers)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in names:
+        tensors |= pack(name, tensors[name])
+    save_file(tensors, checkpoint / "model.safetensors")
+    return checkpoint, tensors
+
+
+def test_one_format_is_told_by_what_is_left_out(tmp_path):
+    checkpoint, _ = requantised(tmp_path / "source", ["backbone.layers.1.mixer.down_proj.weight"])
+    config = convert(checkpoint, tmp_path / "out", tp=2).config
+    left = ["0.mamba.in_proj", "0.mamba.out_proj", "1.mlp.fc", "2.attention.qkv", "2.attention.dense"]
+    assert config["quantization"] == {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": [f"transformer.layers.{module}" for module in left] + ["lm_head"],
+    }
+    assert not (tmp_path / "out" / "quant_cfg.json").exists()
+
+
+def test_quantised_linears_that_cannot_be_had(tmp_path):
+    attention = [f"backbone.layers.2.mixer.{name}_proj.weight" for name in "qkv"]
+    checkpoint, tensors = requantised(tmp_path / "qkv", attention)
+    with pytest.raises(CheckpointError, match="weight_scale_2.* become one linear with one such scale, but differ"):
+        convert(checkpoint, tmp_path / "out")
+    for name in attention:
+        tensors[name + "_scale_2"] = tensors[attention[0] + "_scale_2"].clone()
+    save_file(tensors, checkpoint / "model.safetensors")
+    convert(checkpoint, tmp_path / "same")
+    checkpoint, _ = requantised(tmp_path / "some", attention[:1], fp8_tensors)
+    with pytest.raises(CheckpointError, match="become one linear, but not all are of one format"):
+        convert(checkpoint, tmp_path / "out")
+    down = ["backbone.layers.1.mixer.down_proj.weight"]
+    checkpoint, tensors = requantised(tmp_path / "columns", down)
+    with pytest.raises(CheckpointError, match="expected pp 1, got 2"):
+        convert(checkpoint, tmp_path / "out", pp=2)
+    del tensors["backbone.layers.1.mixer.down_proj.input_scale"]
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match="down_proj.input_scale' is missing: .* quantises activations, too"):
+        convert(checkpoint, tmp_path / "out")
+    checkpoint, _ = requantised(tmp_path / "narrow", down, intermediate_size=96)
+    with pytest.raises(CheckpointError, match="columns 0..11 of a rank, expected whole blocks of 16"):
+        convert(checkpoint, tmp_path / "out", tp=8)
+    assert not (tmp_path / "out").exists()

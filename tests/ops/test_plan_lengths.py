@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan_lengths, a plan from two lengths a sequence, against the plans of a pool that did the same prefills and steps."""
+"""plan_lengths, a plan from two lengths a sequence, against plans of a pool that did the same prefills and steps."""
 
 import random
 
@@ -43,8 +43,8 @@ def plan_lengths(pool, slots, prompts, sequences=None, ends=None):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
-    """150 batches in which sequences begin, decode up to 4 windows and give their slots to others, idle rows among them:
-    the rows are those of a pool with cursors, the flush list too. A10, A11."""
+    """150 batches in which sequences begin, decode for several windows and give their slots to others, idle rows among
+    them: the rows are those of a pool with cursors, the flush list too. A10, A11."""
     rng = random.Random(seed)
     pool, reference = make_pool(device), make_pool(device)
     prompts, decoded = {}, {}

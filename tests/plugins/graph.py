@@ -28,7 +28,6 @@ COMMON = {
     "activation": "bf16",
     "seed": "18446744073709551615",
     "num_slots": SLOTS,
-    "plan_mode": "cursors",
 }
 LAYER = {"num_layers": LAYERS, "layer": 0, "slot_stride": 0}
 OWN = {
@@ -41,7 +40,7 @@ OWN = {
 
 def fields(plugin, state_io="alias", **changes):
     """All fields of a plugin; a change to None takes one away."""
-    values = {**COMMON, "state_io": state_io, **OWN[plugin], **changes}
+    values = {**COMMON, "state_io": state_io, "plan_mode": "cursors", **OWN[plugin], **changes}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -53,7 +52,10 @@ def pool():
 
 
 class Graph:
-    """An ONNX model in the making. `plugin` adds one of our nodes, whose outputs are named after it."""
+    """An ONNX model in the making. `plugin` adds one of our nodes, whose outputs are named after it.
+
+    state_io: or "lengths": host_pointer with plans of lengths, whose tokens are packed.
+    """
 
     def __init__(self, state_io):
         self.state_io = state_io
@@ -82,7 +84,10 @@ class Graph:
         return names if count > 1 else name
 
     def plugin(self, op, inputs, name, count, **changes):
-        given = fields(op, **{"state_io": self.state_io, **changes})
+        modes = {"state_io": self.state_io}
+        if self.state_io == "lengths":
+            modes = {"state_io": "host_pointer", "plan_mode": "lengths"}
+        given = fields(op, **{**modes, **changes})
         return self.node(op, inputs, name, count, NAMESPACE, plugin_namespace=NAMESPACE, **given)
 
     def serialized(self):
@@ -96,42 +101,45 @@ def stack(state_io):
     g = Graph(state_io)
     slot_stride, table_words = pool()
     words = slot_stride // 4
-    pointers = state_io == "host_pointer"
-    hidden = g.input("hidden", TensorProto.BFLOAT16, ["B", "S", HIDDEN])
-    for name in ("slots", "tokens", "accepted"):
-        g.input(name, TensorProto.INT32, ["B"])
-    g.input("token_ids", TensorProto.INT64, ["B", "S"])
+    lengths = state_io == "lengths"
+    pointers = lengths or state_io == "host_pointer"
+    tokens = ["S"] if lengths else ["B", "S"]
+    hidden = g.input("hidden", TensorProto.BFLOAT16, [*tokens, HIDDEN])
     memory = TensorProto.INT64 if pointers else TensorProto.INT32
-    g.input("table", memory, [1] if pointers else [table_words])
-    plan, status, *table = g.plugin(
-        "ReplaySsmPlan",
-        ["slots", "tokens", "accepted", "token_ids", "table"],
-        "plan",
-        2 if pointers else 3,
-    )
-    g.output(status, TensorProto.INT32, [8])
-    if state_io == "same_pointer":
-        g.output(table[0], memory, [table_words])
-    shared = table[0] if state_io == "alias" else "table"
+    if lengths:
+        rows = [g.input(name, TensorProto.INT32, ["B"]) for name in ("slots", "types", "prompts", "sequences", "ends")]
+        phase = [rows[1], g.input("host_prompts", TensorProto.INT32, ["B"])]
+        plan, shared = g.plugin("ReplaySsmPlan", rows, "plan", 2)
+        g.output(shared, TensorProto.INT32, [32])
+    else:
+        rows = [g.input(name, TensorProto.INT32, ["B"]) for name in ("slots", "tokens", "accepted")]
+        rows.append(g.input("token_ids", TensorProto.INT64, ["B", "S"]))
+        phase = []
+        g.input("table", memory, [1] if pointers else [table_words])
+        plan, status, *table = g.plugin("ReplaySsmPlan", [*rows, "table"], "plan", 2 if pointers else 3)
+        g.output(status, TensorProto.INT32, [8])
+        if state_io == "same_pointer":
+            g.output(table[0], memory, [table_words])
+        shared = table[0] if state_io == "alias" else "table"
     for i in range(LAYERS):
         at = f"layer{i}/"
         state = g.input(f"{at}state", memory, [1] if pointers else [SLOTS, words])
         norm = g.node("RMSNormalization", [hidden, g.weight(f"{at}scale", [HIDDEN])], f"{at}norm")
         projected = g.node("MatMul", [norm, g.weight(f"{at}in_proj", [HIDDEN, PROJECTED])], f"{at}projected")
-        conv = [plan, shared, projected, g.weight(f"{at}conv_weight", [D, K]), g.weight(f"{at}conv_bias", [D]), state]
-        xBC, after_conv = g.plugin("ReplayCausalConv", conv, f"{at}conv", 2, layer=i)
+        conv = [plan, shared, projected, g.weight(f"{at}conv_weight", [D, K]), g.weight(f"{at}conv_bias", [D])]
+        xBC, after_conv = g.plugin("ReplayCausalConv", [*conv, *phase, state], f"{at}conv", 2, layer=i)
         A_log, skip, dt_bias = (g.weight(f"{at}{name}", [H], TensorProto.FLOAT) for name in ("A_log", "D", "dt_bias"))
         order = [after_conv] if state_io == "alias" else [after_conv, state]
         after_flush = g.plugin("ReplaySsmFlush", [plan, shared, A_log, *order], f"{at}flush", 1, layer=i)
         order = [after_flush] if state_io == "alias" else [after_flush, state]
-        step = [plan, shared, xBC, projected, A_log, skip, dt_bias, *order]
+        step = [plan, shared, xBC, projected, A_log, skip, dt_bias, *phase, *order]
         out = g.plugin("ReplaySsmStep", step, f"{at}step", 1 if pointers else 2, layer=i)
         if state_io == "same_pointer":
             g.output(out[1], memory, [SLOTS, words])
         y = out if pointers else out[0]
         back = g.node("MatMul", [y, g.weight(f"{at}out_proj", [H * P, HIDDEN])], f"{at}back")
         hidden = g.node("Add", [hidden, back], f"{at}sum")
-    g.output(hidden, TensorProto.BFLOAT16, ["B", "S", HIDDEN])
+    g.output(hidden, TensorProto.BFLOAT16, [*tokens, HIDDEN])
     return g.serialized()
 
 
@@ -178,6 +186,12 @@ def report(model, **arguments):
     registry, network, plan = build(model, **arguments)
     layers = engine_layers(registry.log) if plan is not None else []
     return {"parsed": network is not None, "built": plan is not None, "layers": layers, "log": registry.log}
+
+
+def file_report(path):
+    """`report` of a model in a file."""
+    with open(path, "rb") as file:
+        return report(file.read())
 
 
 def stack_report(state_io):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines built by TensorRT-RTX without a GPU, in the three ways of passing state, and what the builder refuses.
+"""Engines built by TensorRT-RTX without a GPU, in the three ways of passing state and with plans of lengths, and what
+the builder refuses.
 
 Two profiles, steps and prompts, so every layer of the network stands twice in the engine."""
 
@@ -16,7 +17,7 @@ def types_of(layers, name):
     return [kind for kind, names, _ in layers if name in names]
 
 
-@pytest.mark.parametrize("state_io", ["alias", "same_pointer", "host_pointer"])
+@pytest.mark.parametrize("state_io", ["alias", "same_pointer", "host_pointer", "lengths"])
 def test_engine(state_io):
     """A38: every plugin is there, no copy, no scratch for a state, nothing dropped in silence."""
     result, _ = in_child("graph:stack_report", state_io)

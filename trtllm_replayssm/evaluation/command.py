@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
+
+from ..measurement import command_line, matplotlib, write_atomically
 
 
 def add_commands(commands) -> None:
@@ -60,9 +61,8 @@ def _drift(options) -> int:
 
     from ..runtime.engine import pick_device
     from .decays import least_tokens, measure_decays
-    from .drift import Drift, Settings, write_atomically
+    from .drift import Drift, Settings
     from .generation import compare_texts
-    from .plot import matplotlib
 
     if not options.no_plot:
         matplotlib()  # missing: rather now than after the run
@@ -83,8 +83,7 @@ def _drift(options) -> int:
                 f"{name} is {getattr(options, name)}, expected at least {least}, to measure the heads' decays on"
             )
     folder = Path(options.output)
-    command = shlex.join(["trtllm-replayssm", *_portable(sys.argv[1:])])
-    run = Drift(settings, options.configs, folder, device, sys.stderr.isatty(), options.commit, command)
+    run = Drift(settings, options.configs, folder, device, sys.stderr.isatty(), options.commit, command_line())
     results = run.run()
     decays = measure_decays(run.subject, run.tokens[:, : options.decay_tokens], settings.window)
     about = {
@@ -132,17 +131,11 @@ def _plot(options) -> int:
 
 
 def _draw(folder: Path, report: dict) -> None:
-    from .drift import write_atomically
     from .plot import draw
 
     first = report["records"][0]
     title = f"{first['model']}: {first['rows']} texts, window {first['window']}, {first['activation']}"
     write_atomically(folder / "drift.png", draw({_name(record): record for record in report["records"]}, title))
-
-
-def _portable(arguments: list[str]) -> list[str]:
-    """The arguments with absolute paths cut down to their last part, for a record that others read."""
-    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
 
 
 def _print(records: list[dict], decays: dict) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from safetensors.numpy import save
 from tqdm import tqdm
 
 from .. import ReplayConfig
+from ..measurement import write_atomically
 from ..runtime.texts import read_rows
 from .generation import generate
 from .statistics import buckets, interval, slope
@@ -279,13 +279,6 @@ class Result:
             "reference_loss": self.reference_loss.mean(dtype=np.float64),
             "seconds": round(self.seconds, 1),
         }
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Writes a whole file or leaves the old one."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, file)
 
 
 def _digest(file: Path) -> str:

@@ -3,17 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 
-
-def matplotlib():
-    """matplotlib.pyplot without a display; ImportError says how to get it."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ImportError(f"plots need matplotlib ({error}): pip install 'trtllm-replayssm[eval]'") from None
+from ..measurement import matplotlib
 
 
 def draw(summaries: dict[str, dict], title: str) -> bytes:

@@ -49,15 +49,25 @@ class Attention:
         """The new tokens of each row over the first `batch.context` positions of its slot, later ones masked. Shapes
         depend on no value, so that it can be captured in a CUDA graph. q [n, heads, d] -> as q."""
         cells, kv_heads = batch.grid.cells, keys.shape[1]
-        slots, positions = batch.kv_slots[cells[:, 0]], batch.positions[cells]
-        keys, values = keys[slots, :, : batch.context], values[slots, :, : batch.context]
-        mask = torch.arange(batch.context, device=q.device) <= positions[..., None]  # [rows, width, context]
+        slots, positions, q = batch.kv_slots[cells[:, 0]], batch.positions[cells], q[cells]
+        keys, values = keys[:, :, : batch.context], values[:, :, : batch.context]
+        # Taking the keys to the queries reads, writes and reads them again. Unless that many slots are idle, it is less
+        # to take the queries to the keys.
+        in_place = len(keys) <= 3 * len(slots)
+        if in_place:
+            positions = positions.new_zeros((len(keys), *positions.shape[1:])).index_put((slots,), positions)
+            q = q.new_zeros((len(keys), *q.shape[1:])).index_put((slots,), q)
+        else:
+            keys, values = keys[slots], values[slots]
+        mask = torch.arange(batch.context, device=q.device) <= positions[..., None]  # [rows or slots, width, context]
         # The query heads of a key head stand in for query tokens: no key is copied per head.
-        q = q[cells].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, sharing, width, d]
+        q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [rows or slots, kv_heads, sharing, width, d]
         sharing = q.shape[2]
         mask = mask[:, None].expand(-1, sharing, -1, -1).flatten(1, 2)[:, None]
         out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask)
         out = out.unflatten(2, (sharing, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [rows, width, heads, d]
+        if in_place:
+            out = out[slots]
         return out.flatten(0, 1)[batch.grid.place]
 
 

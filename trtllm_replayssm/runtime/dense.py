@@ -48,12 +48,12 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         grouped = x.float().unflatten(-1, (self.groups, -1))
-        grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        grouped = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
         return (grouped.flatten(-2) * self.weight).to(self.dtype)
 
     def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The norm of x · silu(gate): Mamba-2 gates before it norms."""
-        return self(x.float() * F.silu(gate.float()))
+        return self(x * F.silu(gate.float()))
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .batch import Row
 from .drafter import Drafter
 from .loader import Loader
 from .mamba_mixer import STEPS
-from .memory import Memory, StateLost
+from .memory import Memory, StateLost, state_bytes
 from .model import Model
 from .model_config import ModelConfig
 from .mtp import MTP
@@ -238,14 +238,12 @@ class Serving:
         return rehearse(self.memory.pool, self._configs[mode], mode, steps)
 
     def memory_per_request(self, mode: str) -> int:
-        """Bytes of Mamba state that a request needs in `mode`. Replay: a slot, that is state, records and convolution
-        inputs. Conventional: state, convolution inputs and, with speculation, a snapshot for each token of a step."""
+        """Bytes of Mamba state that a request needs in `mode`, with speculation a snapshot for each token of a step
+        among them (`memory.state_bytes`).
+        """
         layout = SlotLayout(self.memory.pool.geometry, self._configs[mode])
-        if mode == "replay":
-            return self.memory.pool.num_layers * layout.slot_stride
-        states = 2 + self.draft_tokens if self.draft_tokens else 1
-        sections = layout.sections
-        return self.memory.pool.num_layers * (states * sections["checkpoint"].bytes + sections["conv_ring"].bytes)
+        snapshots = 1 + self.draft_tokens if self.draft_tokens else 0
+        return self.memory.pool.num_layers * state_bytes(layout, mode, snapshots)
 
     def _attribute_traffic(self, next_kind: str) -> None:
         """Books what the pool counted since the last call to the kind of step that ran, and notes the kind that comes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ReplayConfig, StatePool
+from .. import ReplayConfig, SlotLayout, StatePool
 from .kv_cache import KVCache
 from .model_config import MAMBA, ModelConfig
 
@@ -29,6 +29,15 @@ class SavedSlot:
 
     mamba: torch.Tensor  # StatePool.save
     kv: tuple[torch.Tensor, torch.Tensor]  # KVCache.save
+
+
+def state_bytes(layout: SlotLayout, mode: str, snapshots: int) -> int:
+    """Bytes of Mamba state that a request needs in one layer. Replay: a slot, that is state, records and convolution
+    inputs. Conventional: state, convolution inputs and `snapshots` more states.
+    """
+    if mode == "replay":
+        return layout.slot_stride
+    return (1 + snapshots) * layout.sections["checkpoint"].bytes + layout.sections["conv_ring"].bytes
 
 
 class Memory:

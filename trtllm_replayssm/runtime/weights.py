@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -169,13 +169,21 @@ class Weights:
 
     def stored(self, name: str) -> torch.Tensor:
         """Tensor `name` (scales are tensors too) as the file has it, on the CPU. Do not write to it."""
+        return self._mapping(name, lambda file: file.get_tensor(name))
+
+    def slice(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """As `stored`, of the elements start..stop-1 along dimension `axis`, 0 or 1; the others are not read."""
+        part = slice(start, stop) if axis == 0 else (slice(None), slice(start, stop))
+        return self._mapping(name, lambda file: file.get_slice(name)[part])
+
+    def _mapping(self, name: str, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
         path = self._file_of[name]
         try:
             if self._mapped > _MOST_MAPPED:
                 self._mapped = 0
                 for opened in self._files:  # pages of a mapped file count as ours until it is closed
                     self._files[opened] = safe_open(opened, framework="pt")
-            tensor = self._files[path].get_tensor(name)
+            tensor = read(self._files[path])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from None
         self._mapped += tensor.nbytes
@@ -188,6 +196,10 @@ class Weights:
             return None
         scales = (self._scale(part) for part in (name + "_scale", name + "_scale_2", given))
         return Nvfp4(self.stored(name), *scales)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor; scales are tensors too."""
+        return name in self._file_of
 
     def tensors(self, name: str) -> list[str]:
         """`name` and its scales, those of activations included."""
@@ -227,16 +239,6 @@ class Weights:
                 f"--allow {module} takes it as rows"
             )
         return scale
-
-    def slice(self, name: str, axis: int | None, start: int, stop: int) -> torch.Tensor:
-        """Elements start..stop-1 along dimension `axis` (0 or 1) of tensor `name` as it is stored, the only ones that
-        are read; axis None: the whole tensor."""
-        path = self._file_of[name]
-        try:
-            stored = self._files[path].get_slice(name)
-            return stored[:] if axis is None else stored[start:stop] if axis == 0 else stored[:, start:stop]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from None
 
     def _open(self, path: Path) -> None:
         try:

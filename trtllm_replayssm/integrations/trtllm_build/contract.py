@@ -17,10 +17,12 @@ def violations() -> list[dict]:
 
 
 def _verdict(entry: dict) -> dict:
+    faults = []
     try:
-        faults = list(_faults(entry))
-    except Exception as error:  # whatever a foreign package raises is its verdict
-        faults = [f"{type(error).__name__}: {error}"]
+        for fault in _faults(entry):
+            faults.append(fault)
+    except Exception as error:  # whatever a foreign package raises is a part of its verdict
+        faults.append(f"{type(error).__name__}: {error}")
     return {"good": not faults, "why": "; ".join(faults)}
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from ... import ReplayConfig
+from ...builder.engine_config import ACTIVATIONS
 from ...runtime.model_config import CheckpointError, ModelConfig
 from ...runtime.weights import Weights
-from .checkpoint import ACTIVATIONS, Parallelism, Target, TensorRtLlmCheckpoint
+from .quantized_shards import CONFIG as QUANT_CONFIG
+from .quantized_shards import quantization, with_scales
+from .shards import Parallelism, Target, TensorRtLlmCheckpoint
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def convert(
         progress: called with a phase, steps done, steps in all.
 
     Raises:
-        CheckpointError: the source, by file and tensor, or what of it cannot be had on this path.
+        CheckpointError: the source, by file and tensor, or what of it cannot be had on this path. (Quantised linears
+            stay as they are, in one stage only: the names in lists of them are those of a stage's layers.)
         ValueError: tp, pp or a format, and why.
         FileExistsError: `output` is there.
     """
@@ -72,6 +75,13 @@ def convert(
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
     weights = Weights(source, model)
+    weights.check_scales()
+    if weights.quantized and pp > 1:
+        raise CheckpointError(
+            f"{source}: is quantised, expected pp 1, got {pp}: the stages' layers have the same names"
+        )
+    lists, mixed = quantization(target.targets(0), weights)
+    config = {**target.config, "quantization": lists}
     if output.exists():
         raise FileExistsError(f"{output}: is there already")
     part = output.with_name(f"{output.name}.{secrets.token_hex(4)}.part")
@@ -80,22 +90,25 @@ def convert(
         sizes = []
         for rank in range(target.parallelism.world):
             path = part / f"rank{rank}.safetensors"
-            _write_rank(path, weights, list(target.targets(rank)), lambda *at, rank=rank: progress(f"rank {rank}", *at))
+            tensors = [tensor for whole in target.targets(rank) for tensor in with_scales(whole, weights)]
+            _write_rank(path, weights, tensors, lambda *at, rank=rank: progress(f"rank {rank}", *at))
             sizes.append(path.stat().st_size)
-        text = json.dumps(target.config, indent=2, allow_nan=False)
-        (part / "config.json").write_text(text + "\n", encoding="utf-8")
+        for name, content in (("config.json", config), (QUANT_CONFIG, mixed)):
+            if content is not None:
+                text = json.dumps(content, indent=2, allow_nan=False)
+                (part / name).write_text(text + "\n", encoding="utf-8")
         part.rename(output)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    return Converted(target.config, tuple(sizes), ("MTP head",) if weights.has_mtp else ())
+    return Converted(config, tuple(sizes), ("MTP head",) if weights.has_mtp else ())
 
 
 def _write_rank(path: Path, weights: Weights, targets: list[Target], progress: Callable[[int, int], None]) -> None:
     """A safetensors file: length of the header, the header as JSON, then the tensors after each other."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for target in targets:
-        size = math.prod(target.shape) * _DTYPES[target.dtype].itemsize
+        size = math.prod(target.shape) * getattr(torch, target.dtype).itemsize
         header[target.name] = {
             "dtype": _NAMES[target.dtype],
             "shape": list(target.shape),
@@ -110,8 +123,11 @@ def _write_rank(path: Path, weights: Weights, targets: list[Target], progress: C
             progress(done, len(targets))
             before, expected = file.tell(), header[target.name]["data_offsets"]
             for piece in target.pieces:
-                values = weights.slice(piece.source, piece.axis, piece.start, piece.stop)
-                values = values.to(_DTYPES[target.dtype]).contiguous()
+                if piece.axis is None:
+                    values = weights.stored(piece.source)
+                else:
+                    values = weights.slice(piece.source, piece.axis, piece.start, piece.stop)
+                values = values.to(getattr(torch, target.dtype)).contiguous()
                 file.write(memoryview(values.flatten().view(torch.uint8).numpy()))
             if not target.pieces:  # a vector that the source lacks counts as zero
                 file.write(bytes(expected[1] - expected[0]))

@@ -43,7 +43,8 @@ from tensorrt_llm.parameter import Parameter
 from tensorrt_llm.plugin import current_all_reduce_helper
 
 from ... import MambaGeometry, ReplayConfig, SlotLayout, plugins
-from .checkpoint import ACTIVATIONS, HEAD_SIZE, SLOT_UNIT, read_block
+from ...builder.engine_config import ACTIVATIONS
+from .checkpoint import HEAD_SIZE, SLOT_UNIT, read_block
 from .network import add_plugin
 
 plugins.register(trt.get_plugin_registry())

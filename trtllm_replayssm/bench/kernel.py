@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Mamba-2 layer's decode or verification step: ReplaySSM beside the conventional kernels, ours and others'.
+
+What is timed is one CUDA graph a decode step: plan, the step of every layer of a pool, commit; the figure is that time
+divided by the number of layers. It cannot flatter:
+
+- Flushes are in it. Rows stand at different phases of their windows, as in serving, and the device counts the flushes
+  that happened: a run whose count is off the renewal value by more than 2 % is invalid.
+- Verification (T > 1 tokens a row) accepts 1..T tokens, equally likely, another number for every row and step, drawn
+  beforehand and picked on the device inside the graph. The baseline stores a snapshot of the state after every token.
+- The L2 cache is cold: the pool has as many layers as it takes for a step to pass through four times the L2.
+- Bytes are counted by the pool and set against the bandwidths measured in the same process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import MambaGeometry, ReplayConfig, SlotLayout, StatePool, ops
+from .clock import bandwidths, repeatable, seconds, spread
+from .peers import PEERS
+from .records import InvalidRun
+from .renewal import TOLERANCE, flushes_per_row_and_step, steps_to_count
+
+GEOMETRIES = {
+    "super": MambaGeometry(num_heads=128, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4),
+    "nano4b": MambaGeometry(num_heads=96, head_dim=80, num_groups=8, state_dim=128, conv_kernel=4),
+    "ultra": MambaGeometry(num_heads=256, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4),
+}
+MODES = ("replay", "conventional", "conventional_verify")
+CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse_geometry(text: str) -> MambaGeometry:
+    """A geometry by name, or by numbers: heads x head_dim x groups x state_dim, as in 16x64x1x128."""
+    if text in GEOMETRIES:
+        return GEOMETRIES[text]
+    numbers = text.split("x")
+    if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
+        raise ValueError(
+            f"geometry is {text!r}, expected {', '.join(GEOMETRIES)}, or HEADSxHEAD_DIMxGROUPSxSTATE_DIM as in "
+            "16x64x1x128"
+        )
+    return MambaGeometry(*map(int, numbers))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides a figure. mode: one of MODES, or "peer:NAME". flushes: whether steps commit, and hence flush;
+    without, rows stay at their phases and every step reads only. ValueError: values that do not go together.
+    """
+
+    geometry: str
+    batch: int
+    tokens: int
+    mode: str
+    checkpoint: str = "fp32"
+    read_copy: str = "none"
+    window: int = 16
+    flushes: bool = True
+
+    def __post_init__(self):
+        for name in ("batch", "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.mode == "conventional" and self.tokens > 1:
+            raise ValueError(
+                f"mode conventional takes 1 token, got {self.tokens}: it can't reject drafts; use conventional_verify"
+            )
+        if self.mode != "replay":
+            if not self.flushes:
+                raise ValueError(f"mode {self.mode} never flushes; --no-flush goes with mode replay")
+            if self.read_copy != "none" or self.checkpoint not in CONVENTIONAL_CHECKPOINTS:
+                raise ValueError(
+                    f"mode {self.mode} takes {', '.join(CONVENTIONAL_CHECKPOINTS)} checkpoints without a read copy, "
+                    f"got {self.checkpoint}:{self.read_copy}"
+                )
+
+    @property
+    def sizes(self) -> MambaGeometry:
+        return parse_geometry(self.geometry)
+
+    @property
+    def config(self) -> ReplayConfig:
+        return ReplayConfig(self.window, self.tokens, self.checkpoint, self.read_copy, "bf16")
+
+    @property
+    def expected_flushes(self) -> float:
+        """Flushes a step by the renewal equation."""
+        if self.mode != "replay" or not self.flushes:
+            return 0.0
+        return self.batch * flushes_per_row_and_step(self.window, self.tokens)
+
+    def steps(self, least: int) -> int:
+        """At least `least` steps, enough that the count of flushes tells; of one token whole windows, which count
+        exactly.
+        """
+        if self.tokens > 1 and self.expected_flushes:
+            return max(least, steps_to_count(self.window, self.tokens, self.batch))
+        return -(-least // self.window) * self.window
+
+
+def layers_for_cold_cache(slot_bytes: int, batch: int, device: torch.device) -> int:
+    """Fewest layers (at least two) whose slots together are four times the L2 cache."""
+    if device.type != "cuda":
+        return 2
+    return max(2, -(-4 * torch.cuda.get_device_properties(device).L2_cache_size // (batch * slot_bytes)))
+
+
+def layer_inputs(geometry: MambaGeometry, tokens: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random inputs of one layer: x [tokens,H,P], B and C [tokens,G,N], dt [tokens,H] in bf16; A_log, D, dt_bias [H] in
+    fp32.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    heads = geometry.num_heads
+    return {
+        "x": normal(tokens, heads, geometry.head_dim),
+        "B": normal(tokens, geometry.num_groups, geometry.state_dim),
+        "C": normal(tokens, geometry.num_groups, geometry.state_dim),
+        "dt": normal(tokens, heads),
+        "A_log": torch.log(1 + 15 * torch.rand(heads, generator=generator, device=device)),
+        "D": normal(heads, dtype=torch.float32),
+        "dt_bias": normal(heads, dtype=torch.float32) - 4,
+    }
+
+
+class DecodeLoop:
+    """A pool whose rows stand at staggered window phases, and a step as one graph.
+
+    num_steps: how many will be timed: as many rows of accepted counts are drawn.
+    """
+
+    def __init__(self, case: Case, num_steps: int, device: torch.device):
+        self.case, self.device, config = case, device, case.config
+        slot_bytes = SlotLayout(case.sizes, config).slot_stride
+        self.num_layers = layers_for_cold_cache(slot_bytes, case.batch, device)
+        self.pool = StatePool(case.sizes, config, num_slots=case.batch, num_layers=self.num_layers, device=device)
+        self.snapshots = self.pool.allocate_snapshots() if case.mode == "conventional_verify" else None
+        self.inputs = [
+            layer_inputs(case.sizes, case.batch * case.tokens, seed, device) for seed in range(self.num_layers)
+        ]
+        self.out = torch.empty_like(self.inputs[0]["x"])
+        self.slots = torch.arange(case.batch, dtype=torch.int32, device=device)
+        self.accepted = torch.ones_like(self.slots)
+        self._begin()
+        # Row r advances by r mod `phases` tokens. Rows that never commit stay where the next step does not flush yet.
+        phases = case.window if case.flushes else case.window - case.tokens + 1
+        for phase in range(1, phases):
+            self._step(torch.where(self.slots % phases >= phase, self.slots, -1))
+        warm_up = 2 * case.window
+        generator = torch.Generator(device).manual_seed(case.batch)
+        shape = (2 + warm_up + num_steps, case.batch)
+        self.draws = torch.randint(1, case.tokens + 1, shape, dtype=torch.int32, device=device, generator=generator)
+        if not case.flushes:
+            self.draws.zero_()
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.step = repeatable(self._next, device)
+        for _ in range(warm_up):
+            self.step()
+        self.pool.validate()
+
+    def _begin(self) -> None:
+        """A prompt of a token: a state that was never written would not be read."""
+        plan = self.pool.plan(self.slots, 1)
+        for layer, inputs in enumerate(self.inputs):
+            given = {name: t[: self.case.batch] if t.dim() > 1 else t for name, t in inputs.items()}
+            ops.prefill(self.pool, layer, plan, **given)
+        self.pool.commit(plan)
+
+    def _next(self) -> None:
+        """A step of all rows that accepts the next row of `draws`."""
+        if self.case.tokens > 1 or not self.case.flushes:
+            torch.index_select(self.draws, 0, self.turn, out=self.accepted[None])
+            self.turn.add_(1)
+        self._step(self.slots)
+
+    def _step(self, slots: torch.Tensor) -> None:
+        plan = self.pool.plan(slots, self.case.tokens)
+        for layer, inputs in enumerate(self.inputs):
+            arguments = {"pool": self.pool, "layer": layer, "plan": plan, **inputs, "out": self.out}
+            if self.case.mode == "replay":
+                ops.step(**arguments)
+            elif self.case.mode == "conventional":
+                ops.conventional_step(**arguments)
+            else:
+                ops.conventional_verify(**arguments, snapshots=self.snapshots[layer])
+        self.pool.commit(plan, self.accepted)
+
+    def measure(self, steps: int, repeats: int) -> dict:
+        """Figures of a record: microseconds a layer, flushes a step of all rows, bytes a layer and step."""
+        before = self.pool.stats()
+        times = [seconds(self.step, steps, self.device) * 1e6 / self.num_layers for _ in range(repeats)]
+        after = self.pool.stats()
+        self.pool.validate()
+        counted = {name: (after[name] - before[name]) / (steps * repeats) for name in after}
+        check_flushes(counted["flushes"], self.case.expected_flushes)
+        moved = {
+            kind: sum(counted[f"{what}_bytes_{kind}"] for what in ("state", "record")) / self.num_layers
+            for kind in ("read", "written")
+        }
+        return {
+            **spread(times),
+            "layers": self.num_layers,
+            "accepted_per_row_and_step": round(counted["tokens"] / self.case.batch, 4),
+            "flushes_per_step": round(counted["flushes"], 4),
+            "bytes_read_per_step": round(moved["read"]),
+            "bytes_written_per_step": round(moved["written"]),
+        }
+
+
+class PeerLoop:
+    """Another library's state update over as many layers, tuned over its launch settings."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device = case, device
+        geometry = case.sizes
+        shape = (case.batch, geometry.num_heads, geometry.head_dim, geometry.state_dim)
+        dtype = DTYPES[case.checkpoint]
+        state_bytes = torch.Size(shape).numel() * dtype.itemsize
+        self.num_layers = layers_for_cold_cache(state_bytes // case.batch, case.batch, device)
+        self.states = torch.zeros((self.num_layers, *shape), dtype=dtype, device=device)
+        self.inputs = [layer_inputs(geometry, case.batch, seed, device) for seed in range(self.num_layers)]
+        for inputs in self.inputs:
+            inputs["A"] = -torch.exp(inputs.pop("A_log"))
+        self.peer = PEERS[case.mode.removeprefix("peer:")]
+        self.moved = state_bytes
+
+    def measure(self, steps: int, repeats: int) -> dict:
+        """Figures of a record at the fastest of the peer's settings. InvalidRun: its outputs are not those of the
+        recurrence.
+        """
+        self._check()
+        best = None
+        for setting in self.peer.settings:
+            step = repeatable(lambda chosen=setting: self._step(chosen), self.device)
+            seconds(step, 3, self.device)
+            took = seconds(step, max(steps // 4, 1), self.device)
+            if best is None or took < best[0]:
+                best = took, setting, step
+        _, setting, step = best
+        times = [seconds(step, steps, self.device) * 1e6 / self.num_layers for _ in range(repeats)]
+        return {
+            **spread(times),
+            "layers": self.num_layers,
+            "setting": setting,
+            "peer_version": self.peer.version(),
+            "accepted_per_row_and_step": 1.0,
+            "flushes_per_step": 0.0,
+            "bytes_read_per_step": self.moved,
+            "bytes_written_per_step": self.moved,
+        }
+
+    def _step(self, setting: dict) -> None:
+        for state, inputs in zip(self.states, self.inputs, strict=True):
+            self.peer.update(state, **inputs, setting=setting)
+
+    def _check(self) -> None:
+        """The first output from a state of zeros: y = (delta (B·C) + D) x."""
+        given = self.inputs[0]
+        out = self.peer.update(self.states[0], **given, setting=self.peer.settings[0])
+        delta = torch.nn.functional.softplus(given["dt"].float() + given["dt_bias"])
+        sharing = self.case.sizes.num_heads // self.case.sizes.num_groups
+        similarity = (given["B"].float() * given["C"].float()).sum(-1).repeat_interleave(sharing, 1)
+        expected = (delta * similarity + given["D"])[..., None] * given["x"].float()
+        error = float((out.float() - expected).norm() / expected.norm())
+        if not error < 1e-2:
+            raise InvalidRun(f"{self.case.mode}: its outputs are off the recurrence by {error:.3g}")
+
+
+def check_flushes(counted: float, expected: float) -> None:
+    """InvalidRun unless flushes a step are what the renewal equation gives, within 2 %."""
+    if abs(counted - expected) > TOLERANCE * expected:
+        raise InvalidRun(
+            f"{counted:.4f} flushes a step were counted, the renewal value is {expected:.4f}: off by more than 2 %"
+        )
+
+
+class KernelBench:
+    """Measures cases on a device, with the device's bandwidths measured first."""
+
+    def __init__(self, device: torch.device, steps: int, repeats: int):
+        self.device, self.steps, self.repeats = device, steps, repeats
+        self.bandwidths = bandwidths(device)
+
+    def identity(self, case: Case) -> dict:
+        """The fields of a record that tell a case."""
+        return {"bench": "kernel", **asdict(case), "steps": case.steps(self.steps), "repeats": self.repeats}
+
+    def measure(self, case: Case) -> dict:
+        """The other fields."""
+        steps = case.steps(self.steps)
+        if case.mode.startswith("peer:"):
+            figures = PeerLoop(case, self.device).measure(steps, self.repeats)
+        else:
+            figures = DecodeLoop(case, steps * self.repeats, self.device).measure(steps, self.repeats)
+        rate = (figures["bytes_read_per_step"] + figures["bytes_written_per_step"]) / (figures["us"] * 1e-6)
+        fractions = {f"fraction_of_{name}": round(rate / value, 3) for name, value in self.bandwidths.items()}
+        return figures | {"expected_flushes_per_step": round(case.expected_flushes, 4)} | fractions | self.bandwidths
