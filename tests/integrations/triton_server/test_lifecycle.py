@@ -20,8 +20,10 @@ from trtllm_replayssm.integrations.triton_server.repository import write_model
 from trtllm_replayssm.integrations.triton_server.settings import Settings
 from trtllm_replayssm.runtime import SamplingParams
 
-from .serving import TINY, Launched, ended, server_python, write_repository
+from .serving import DEADLINE, TINY, Launched, ended, server_python, write_repository
 from .solo import solo
+
+pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 PROMPT = PROMPTS[0]
 # Steps of 15 drafts each, one pass of the MTP head after the other: slow enough to be counted from outside.
@@ -97,7 +99,7 @@ def test_kill_9_and_restart(tmp_path):
             with Client(server.grpc) as client:
                 answers = client.stream(PROMPT, sampling_param_max_tokens=480, streaming=True)
                 next(answers)
-                os.kill(server.launcher_pid() if victim == "launcher" else server.pid_of(victim), signal.SIGKILL)
+                os.kill(server.launcher if victim == "launcher" else server.pid_of(victim), signal.SIGKILL)
                 client.close(cancel=True)
             assert server.wait() == (1 if victim == "tritonserver" else -signal.SIGKILL)
             assert server.left(15) == []
