@@ -89,6 +89,17 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(slow, front):
     assert slow.left() == []
 
 
+def test_streams_that_stay_open_do_not_keep_it_alive(tmp_path):
+    """tritonserver itself would wait for ever."""
+    with Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1") as server:
+        with Client(server.grpc) as client:
+            client.generate(PROMPT, sampling_param_max_tokens=1)
+            server.process.terminate()
+            assert server.wait() == 1
+        assert server.left() == []
+    assert "connections stayed open: tritonserver was killed" in (tmp_path / "log").read_text()
+
+
 def test_kill_9_and_restart(tmp_path):
     """The server's ports and shared memory are free again, whoever was killed."""
     repository = write_repository(tmp_path / "models", **SLOW)
