@@ -189,8 +189,9 @@ def _print_built(output: str, report: Report) -> None:
         print("The plugin library in it has no CUDA ops (it was built without nvcc): no GPU can run it.")
     if bundle.engine.draft_tokens and not bundle.model.mtp_layers:
         print("The checkpoint has no MTP head: drafts must come from elsewhere, as from repeated text.")
-    script = shlex.quote(str(Path(output) / bundles.SCRIPT))
-    print(f"For another GPU (H200, B200, B300 …), there: sh {script} NEW_FOLDER")
+    if bundle.engine.dtype != "float32":
+        script = shlex.quote(str(Path(output) / bundles.SCRIPT))
+        print(f"For another GPU (H200, B200, B300 …), there: sh {script} NEW_FOLDER")
     if report.missing:
         print(f"trtllm-replayssm: {output} is complete but for the plans: {report.missing}", file=sys.stderr)
 

@@ -10,64 +10,9 @@ from pathlib import Path
 
 from .. import MambaGeometry, ReplayConfig, SlotLayout
 from ..runtime.model_config import MAMBA, CheckpointError, ModelConfig
+from ..runtime.tensor_parallel import RankSlice
 
 STATE_KEY = "replayssm"  # of a config.json that says how states are to be kept, in the words of `slot_json`
-
-
-@dataclass(frozen=True)
-class RankSlice:
-    """The part of a layer that a tensor-parallel rank has: whole heads, and the groups that these need.
-
-    Where there are fewer groups than ranks, neighbouring ranks have copies of one group.
-    """
-
-    tp: int
-    rank: int
-    heads: range
-    groups: range
-
-    @classmethod
-    def of(cls, whole: MambaGeometry, tp: int, rank: int) -> RankSlice:
-        """ValueError names the sizes that do not divide."""
-        if not 0 <= rank < tp:
-            raise ValueError(f"rank is {rank}, expected 0..{tp - 1}")
-        heads, groups = whole.num_heads, whole.num_groups
-        if heads % tp:
-            raise ValueError(f"{heads} Mamba heads cannot be divided among {tp} tensor-parallel ranks")
-        if groups % tp and tp % groups:
-            raise ValueError(
-                f"{groups} groups of B and C can be neither divided among {tp} tensor-parallel ranks nor copied to them"
-            )
-        first, count = rank * heads // tp, heads // tp
-        mine = max(1, groups // tp)
-        first_group = rank * groups // tp
-        return cls(tp, rank, range(first, first + count), range(first_group, first_group + mine))
-
-    def geometry(self, whole: MambaGeometry) -> MambaGeometry:
-        """Sizes of the rank's part."""
-        return MambaGeometry(
-            num_heads=len(self.heads),
-            head_dim=whole.head_dim,
-            num_groups=len(self.groups),
-            state_dim=whole.state_dim,
-            conv_kernel=whole.conv_kernel,
-        )
-
-    def conv_channels(self, whole: MambaGeometry) -> tuple[range, range, range]:
-        """Channels of the convolution, section by section: x, B, C. A flat slice would mix them."""
-        inner = whole.num_heads * whole.head_dim
-        x = range(self.heads.start * whole.head_dim, self.heads.stop * whole.head_dim)
-        first, last = (group * whole.state_dim for group in (self.groups.start, self.groups.stop))
-        each = whole.num_groups * whole.state_dim
-        return x, range(inner + first, inner + last), range(inner + each + first, inner + each + last)
-
-    def in_proj_rows(self, whole: MambaGeometry) -> tuple[range, ...]:
-        """Rows of in_proj, section by section: z, x, B, C, dt."""
-        x, b, c = self.conv_channels(whole)
-        inner = whole.num_heads * whole.head_dim
-        steps = inner + whole.conv_channels
-        moved = (range(rows.start + inner, rows.stop + inner) for rows in (x, b, c))
-        return (x, *moved, range(steps + self.heads.start, steps + self.heads.stop))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ def add_command(commands, window) -> None:
     making.add_argument("--calib", metavar="FILE", help="UTF-8 text to calibrate on; default: what the model says")
     making.add_argument("--rows", type=int, default=64, metavar="N", help="texts of it; default: %(default)s")
     making.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of each; default: %(default)s")
+    making.add_argument(
+        "--no-kl", action="store_true", help="do not compare predictions, for which the model must be loaded again"
+    )
     state = making.add_argument_group("how the result's config.json says that states be kept")
     state.add_argument("--window", type=window, default="auto", metavar="N", help="as for generate")
     state.add_argument(
@@ -86,6 +89,7 @@ def _quantize(options) -> int:
             options.recipe,
             state=state,
             text=text,
+            compare=not options.no_kl,
             progress=command.progress_bar(),
         )
     if options.json:
@@ -111,7 +115,8 @@ def _print(output: str, report, rows) -> None:
         cosine = min(error.cosine for error in errors)
         mean = sum(relative) / len(relative)
         print(f"{place:34}{format:>8}{len(errors):>9}{mean:>10.4f}{max(relative):>9.4f}{cosine:>10.6f}")
-    divergence = report.divergence
+    if (divergence := report.divergence) is None:
+        return
     print(
         f"\nKL from the source {divergence.kl:.5f}, same most likely token {divergence.same_top:.2%}, loss "
         f"{divergence.loss:.4f} after {divergence.source_loss:.4f}"

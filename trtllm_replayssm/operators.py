@@ -31,8 +31,8 @@ SCHEMAS = {
     "plan": "Tensor(a!) table, str spec, Tensor slots, Tensor? counts, int uniform_count, int rows, Tensor(b!) plan",
     "plan_next": "Tensor(a!) table, str spec, Tensor slots, Tensor counts, Tensor accepted, int row_tokens, "
     "Tensor(b!) plan",
-    "plan_lengths": "str spec, Tensor slots, Tensor prompt_lengths, Tensor? sequence_lengths, Tensor token_ends, "
-    "bool prompts, Tensor(a!) plan, Tensor(b!) error",
+    "plan_lengths": "Tensor(a!) error, str spec, Tensor slots, Tensor prompt_lengths, Tensor? sequence_lengths, "
+    "Tensor token_ends, bool prompts, Tensor(b!) plan",
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
@@ -123,9 +123,9 @@ def plan_next(table, spec, slots, counts, accepted, row_tokens, plan):
     )
 
 
-def plan_lengths(spec, slots, prompt_lengths, sequence_lengths, token_ends, prompts, plan, error):
+def plan_lengths(error, spec, slots, prompt_lengths, sequence_lengths, token_ends, prompts, plan):
     core_spec(spec).plan_lengths(
-        _stream(slots),
+        _stream(error),
         slots.data_ptr(),
         prompt_lengths.data_ptr(),
         _address(sequence_lengths),
@@ -259,7 +259,8 @@ def copy(table, data, spec, src, dst):
 
 
 def _on_its_device(op):
-    """`op` with the CUDA device of its table as the current one: a stream takes launches from its own device only."""
+    """`op` with the CUDA device of its table (plan_lengths: error word) as the current one: a stream takes launches
+    from its own device only."""
 
     @wraps(op)
     def run(table, *arguments, **named):

@@ -53,7 +53,7 @@ def _flush_and_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias) -> torch.
     operators, out = torch.ops.trtllm_replayssm, torch.zeros_like(x)
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     operators.flush(*call, A_log)
-    operators.step(*call, x, B, C, dt, A_log, D, dt_bias, out, 0.0, math.inf, plan.max_count, True)
+    operators.step(*call, x, B, C, dt, A_log, D, dt_bias, out, 0.0, math.inf, pool.config.max_step_tokens, True)
     plan.note_use(STEPPED, layer)
     return out
 
@@ -134,12 +134,12 @@ class _Trial:
         total = sum(counts)
         raw = self._tensor(self.random.standard_normal((total, GEOMETRY.conv_channels)), self.dtype)
         dt = self._tensor(self.random.standard_normal((total, H)), torch.float32)
-        plan = self.pool.plan([self.slots[row] for row in rows], torch.tensor(counts, dtype=torch.int32))
+        plan = self.pool.plan([self.slots[row] for row in rows], counts)
         made = ops.conv_step(self.pool, 0, plan, raw, *self.conv)
         x, B, C = made.split([H * P, G * N, G * N], -1)
         x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
         out = op(self.pool, 0, plan, x, B, C, dt, *self.weights)
-        self.pool.commit(plan, None if plan.use == FOLDED else torch.tensor(accepted, dtype=torch.int32))
+        self.pool.commit(plan, None if plan.use == FOLDED else accepted)
         raw, dt, made, out, x, B, C = (values.double().cpu().numpy() for values in (raw, dt, made, out, x, B, C))
         first = 0
         for row, count, kept in zip(rows, counts, accepted, strict=True):
@@ -201,11 +201,10 @@ class _Trial:
         pool.reset([1, 0], streams=[0, 0])
         for step in range(-1, 2 * WINDOW + 1):
             counts = prompts if step < 0 else [1, 1]
-            plan = pool.plan(slots, torch.tensor(counts, dtype=torch.int32))
+            plan = pool.plan(slots, counts)
             ends = self._tensor(np.cumsum(counts), torch.int32)
-            torch.ops.trtllm_replayssm.plan_lengths(
-                pool.spec, slots, given, given + step + 1, ends, step < 0, buffer, error
-            )
+            call = (pool.spec, slots, given, given + step + 1, ends, step < 0, buffer)
+            torch.ops.trtllm_replayssm.plan_lengths(error, *call)
             used = (16 + 2 * 16) * 4  # header and rows; what follows is the list of rows that flush
             different += int((buffer[:used] != plan.buffer[:used]).sum()) + int(error.abs().sum())
             plan.note_use(FOLDED if step < 0 else STEPPED, 0)

@@ -107,6 +107,11 @@ REPLAYSSM_HOST_DEVICE inline float e4m3_to_float(uint8_t code) {
 
 // To nearest; what exceeds 448 saturates.
 REPLAYSSM_HOST_DEVICE inline uint8_t float_to_e4m3(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value));
+  return static_cast<uint8_t>(codes);
+#else
   const uint32_t sign = float_bits(value) >> 24 & 0x80u, magnitude = magnitude_bits(value);
   if (magnitude > kInfinityBits) return 0x7fu;
   if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);
@@ -115,6 +120,7 @@ REPLAYSSM_HOST_DEVICE inline uint8_t float_to_e4m3(float value) {
                             ? float_bits(add_rn(bits_float(magnitude), 16384.0f)) - float_bits(16384.0f)
                             : ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
   return static_cast<uint8_t>(sign | code);
+#endif
 }
 
 // Stochastically, by 16 random bits; what exceeds 448 saturates.
@@ -305,8 +311,13 @@ template <typename Format>
 REPLAYSSM_HOST_DEVICE inline float nearest(float magnitude) {
   // Codes of a binade (of all numbers below 2, too) are as far apart as floats are in the binade of this one.
   const uint32_t binade = (magnitude < 1.0f ? float_bits(1.0f) : float_bits(magnitude)) & kInfinityBits;
+#ifdef __CUDA_ARCH__  // products by powers of two are exact: the same sums
+  constexpr float kUnit = static_cast<float>(1 << (23 - Format::kMantissaBits));
+  const float rounded = fmaf(bits_float(binade), -kUnit, fmaf(bits_float(binade), kUnit, magnitude));
+#else
   const float shift = bits_float(binade + ((23u - Format::kMantissaBits) << 23));
   const float rounded = add_rn(add_rn(magnitude, shift), -shift);
+#endif
   return rounded < Format::kLargest ? rounded : Format::kLargest;
 }
 

@@ -66,21 +66,78 @@ void* allocate(size_t bytes) {
   return memory;
 }
 void release(void* memory) { cudaFree(memory); }
+
+// Pinned memory through which a stream's copies go, so that none of them waits for it. What is copied out is there
+// after the next finish().
+class Staging {
+ public:
+  Staging() {
+    void* memory = nullptr;
+    REQUIRE_CUDA(cudaMallocHost(&memory, kBytes));
+    memory_ = static_cast<char*>(memory);
+  }
+  Staging(const Staging&) = delete;
+  void in(void* device, const void* host, size_t bytes, cudaStream_t stream) {
+    void* const staged = std::memcpy(take(bytes, stream), host, bytes);
+    REQUIRE_CUDA(cudaMemcpyAsync(device, staged, bytes, cudaMemcpyHostToDevice, stream));
+  }
+  void out(void* host, const void* device, size_t bytes, cudaStream_t stream) {
+    char* const staged = take(bytes, stream);
+    REQUIRE_CUDA(cudaMemcpyAsync(staged, device, bytes, cudaMemcpyDeviceToHost, stream));
+    expected_.push_back({host, staged, bytes});
+  }
+  void finish(cudaStream_t stream) {
+    REQUIRE_CUDA(cudaStreamSynchronize(stream));
+    for (const auto& [host, staged, bytes] : expected_) std::memcpy(host, staged, bytes);
+    expected_.clear();
+    used_ = 0;
+  }
+
+ private:
+  static constexpr size_t kBytes = size_t{32} << 20;
+  struct Expected {
+    void* host;
+    const void* staged;
+    size_t bytes;
+  };
+  char* take(size_t bytes, cudaStream_t stream) {
+    CHECK(bytes <= kBytes);
+    if (used_ + bytes > kBytes) finish(stream);
+    char* const result = memory_ + used_;
+    used_ = (used_ + bytes + 255) / 256 * 256;
+    return result;
+  }
+
+  char* memory_ = nullptr;
+  size_t used_ = 0;
+  std::vector<Expected> expected_;
+};
+
+// Streams are used again by later contexts, with their staging memory.
+std::map<cudaStream_t, Staging> stagings;
+std::vector<cudaStream_t> idle_streams;
+
 cudaStream_t make_stream() {
   cudaStream_t stream = nullptr;
-  REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (idle_streams.empty()) {
+    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  } else {
+    stream = idle_streams.back();
+    idle_streams.pop_back();
+  }
   return stream;
 }
+void release_stream(cudaStream_t stream) { idle_streams.push_back(stream); }
 void copy_in(void* device, const void* host, size_t bytes, cudaStream_t stream) {
-  REQUIRE_CUDA(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
+  stagings[stream].in(device, host, bytes, stream);
 }
 void fill(void* device, int byte, size_t bytes, cudaStream_t stream) {
   REQUIRE_CUDA(cudaMemsetAsync(device, byte, bytes, stream));
 }
 void copy_out(void* host, const void* device, size_t bytes, cudaStream_t stream) {
-  REQUIRE_CUDA(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+  stagings[stream].out(host, device, bytes, stream);
 }
-void wait(cudaStream_t stream) { REQUIRE_CUDA(cudaStreamSynchronize(stream)); }
+void wait(cudaStream_t stream) { stagings[stream].finish(stream); }
 std::string device_name() {
   cudaDeviceProp properties;
   REQUIRE_CUDA(cudaGetDeviceProperties(&properties, 0));
@@ -116,6 +173,7 @@ void* allocate(size_t bytes) {
 }
 void release(void* memory) { std::free(memory); }
 cudaStream_t make_stream() { return nullptr; }
+void release_stream(cudaStream_t) {}
 void copy_in(void* device, const void* host, size_t bytes, cudaStream_t) { std::memcpy(device, host, bytes); }
 void fill(void* device, int byte, size_t bytes, cudaStream_t) { std::memset(device, byte, bytes); }
 void copy_out(void* host, const void* device, size_t bytes, cudaStream_t) { std::memcpy(host, device, bytes); }
@@ -139,6 +197,7 @@ class Buffer {
   void put(const std::vector<T>& values, cudaStream_t stream) const {
     copy_in(data_, values.data(), values.size() * sizeof(T), stream);
   }
+  // Filled after the next wait.
   std::vector<char> get(cudaStream_t stream) const {
     std::vector<char> values(bytes_);
     copy_out(values.data(), data_, bytes_, stream);
@@ -388,6 +447,9 @@ class Context {
     }
   }
 
+  ~Context() { release_stream(stream_); }
+  Context(const Context&) = delete;
+
   // Starts a step on the stream; finish() waits and compares.
   void start() {
     batch_ = next_batch();
@@ -426,8 +488,7 @@ class Context {
 
   // What enqueue refuses leaves slots and cursors as they were (A36); a bad slot makes an idle row and a status.
   void refuse() {
-    const auto table = pool_.table_memory.get(stream_);
-    const auto slots = pool_.layers[0].get(stream_);
+    const auto table = now(pool_.table_memory), slots = now(pool_.layers[0]);
     Batch one{1, 1, {0}, {1}, {REPLAYSSM_ACCEPT_ALL}};
     upload(one);
     wait(stream_);
@@ -453,8 +514,7 @@ class Context {
         CHECK(last_error()[0] != '\0');
       }
     }
-    CHECK(pool_.table_memory.get(stream_) == table && pool_.layers[0].get(stream_) == slots);
-    wait(stream_);
+    CHECK(now(pool_.table_memory) == table && now(pool_.layers[0]) == slots);
 
     one.slots = {kSlots};
     upload(one);
@@ -463,8 +523,7 @@ class Context {
     replayssm_error error;
     std::memcpy(&error, status_host_.data(), sizeof(error));
     CHECK(error.code == REPLAYSSM_ROW_SLOT_RANGE && error.row == 0 && error.given == kSlots);
-    CHECK(pool_.layers[0].get(stream_) == slots);
-    wait(stream_);
+    CHECK(now(pool_.layers[0]) == slots);
   }
 
   int64_t counter(int32_t index) const { return counters_[index]; }
@@ -476,6 +535,12 @@ class Context {
     std::vector<void*> outputs;
     bool returns_memory = false;
   };
+
+  std::vector<char> now(const Buffer& buffer) const {
+    std::vector<char> values = buffer.get(stream_);
+    wait(stream_);
+    return values;
+  }
 
   int32_t below(int32_t limit) { return std::uniform_int_distribution<int32_t>(0, limit - 1)(random_); }
 
@@ -522,7 +587,6 @@ class Context {
       }
       projected_[l].put(values, stream_);
       fill(out_[l].data(), 0xEE, out_[l].bytes(), stream_);
-      wait(stream_);
     }
   }
 
@@ -640,7 +704,6 @@ class Context {
       } else if (outstanding_[slot] >= 0) {
         const int32_t accepted = batch.accepted[r] == REPLAYSSM_ACCEPT_ALL ? outstanding_[slot] : batch.accepted[r];
         row_number_[slot].put(std::vector<int32_t>{accepted}, stream_);
-        wait(stream_);
         const auto* number = static_cast<const int32_t*>(row_number_[slot].data());
         REQUIRE_OP(replayssm_commit(&exec, &table, plan, 1, number, REPLAYSSM_STEPPED));
       }
@@ -654,7 +717,6 @@ class Context {
         outstanding_[slot] = count;
       }
     }
-    wait(stream_);
   }
 
   // The tokens first..first+count-1 of a row through layer l of the reference.
@@ -698,9 +760,11 @@ class Context {
   void compare(const Batch& batch) {
     CHECK(std::all_of(status_host_.begin(), status_host_.end(), [](char byte) { return byte == 0; }));
     const int64_t row_bytes = setup_.inner() * setup_.element();
+    std::vector<std::vector<char>> wanted;
+    for (const Buffer& expected : expected_) wanted.push_back(expected.get(stream_));
+    wait(stream_);
     for (int32_t l = 0; l < kLayers; ++l) {
-      const std::vector<char> expected = expected_[l].get(stream_);
-      wait(stream_);
+      const std::vector<char>& expected = wanted[l];
       const char* given = out_host_[l].data();
       for (int32_t r = 0; r < batch.rows; ++r) {
         const int64_t live = batch.slots[r] < 0 ? 0 : batch.counts[r], start = int64_t{r} * batch.tokens * row_bytes;

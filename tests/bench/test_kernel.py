@@ -10,6 +10,7 @@ from trtllm_replayssm import SlotLayout
 from trtllm_replayssm.bench import kernel, peers
 from trtllm_replayssm.bench.kernel import Case, KernelBench, parse_geometry
 from trtllm_replayssm.bench.peers import Peer, TritonPeer, _Relaunched
+from trtllm_replayssm.cli import main
 
 GEOMETRY = "4x16x2x64"
 SMALL = ("kernel", "--geometry", GEOMETRY, "--steps", 16, "--repeats", 2, "--no-plot")
@@ -113,7 +114,11 @@ def test_an_interrupted_run_goes_on(bench, monkeypatch, tmp_path):
 def test_picture(bench, tmp_path):
     arguments = (*SMALL[:-1], "--batches", 1, 2, "--modes", "replay")
     bench(*arguments, "--output", tmp_path / "kernel.json")
-    assert (tmp_path / "kernel.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "kernel.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    (tmp_path / "kernel.png").unlink()
+    assert main(["bench", "plot", str(tmp_path / "kernel.json")]) == 0
+    assert (tmp_path / "kernel.png").read_bytes() == drawn
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,12 @@ def test_bad_options(bench, monkeypatch, arguments, message):
     """Refused before anything is measured."""
     monkeypatch.setattr(KernelBench, "measure", lambda *_: pytest.fail("measured"))
     assert message in bench(*SMALL, *arguments, code=2)[1]
+
+
+def test_pictures_of_other_records(capsys, tmp_path):
+    (tmp_path / "drift.json").write_text('[{"bench": "drift"}]')
+    assert main(["bench", "plot", str(tmp_path / "drift.json")]) == 2
+    assert "expected records of one of kernel, prefill, step, serve, got drift" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[", "{}", "[1]", '[{"model": 1}]'])

@@ -89,7 +89,7 @@ def test_serve(bench, tmp_path):
         if mode == "snapshots":
             sections = layout.sections
             state[mode] = layers * (5 * sections["checkpoint"].bytes + sections["conv_ring"].bytes)
-    kv = 2 * 1 * 2 * 16 * 2 * (5 + 18 + 3)  # keys and values, layers, heads, head_dim, bytes, tokens
+    kv = 2 * 1 * 2 * 16 * 2 * 32  # keys and values, layers, heads, head_dim, bytes, 5 + 18 + 3 tokens in blocks of 16
     memory = subject.weight_bytes + 5 * (state["replay"] + kv)
     output = tmp_path / "serve.json"
     records, _ = bench(

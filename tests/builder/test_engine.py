@@ -5,8 +5,10 @@ Each case builds a small graph without plugins in a process of its own."""
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from textwrap import dedent
 
 import onnx
@@ -73,9 +75,16 @@ def model(tmp_path_factory):
 def built(folder, script=""):
     """Report of a child that builds, after `script`, where `fault` may give other arguments."""
     code = BEGINNING + dedent(script) + END
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    with tempfile.TemporaryDirectory() as temporary:  # a process that ends so cleans nothing up
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env={**os.environ, "TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert child.returncode == 0, child.stderr
     report = json.loads(child.stdout)
     assert report["restored"]

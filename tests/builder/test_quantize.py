@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm import ReplayConfig, SlotLayout
-from trtllm_replayssm.builder import quantize as module
+from trtllm_replayssm.builder import model_optimizer, rounding
 from trtllm_replayssm.builder.layer_plan import STATE_KEY
-from trtllm_replayssm.builder.quantize import QuantizationError, quantize, repaired
+from trtllm_replayssm.builder.model_optimizer import QuantizationError, repaired
+from trtllm_replayssm.builder.quantize import REPORT, quantize
 from trtllm_replayssm.cli import main
 from trtllm_replayssm.runtime import CheckpointError, Engine, ModelConfig, SamplingParams
 from trtllm_replayssm.runtime.quantization import read_lists
@@ -49,15 +50,20 @@ def rows(tmp_path_factory):
     return read_rows(Tokenizer(TINY), [file], 8, 64)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def made(request, rows, tmp_path_factory):
-    """(recipe, folder, report) of the shipped checkpoint."""
-    folder = tmp_path_factory.mktemp(request.param) / "made"
-    return request.param, folder, quantize(TINY, folder, rows, request.param, state=STATE, text="test")
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_recipes(recipe, rows, tmp_path):
+    """The shipped checkpoint. One test, since making it takes most of the time."""
+    folder = tmp_path / "made"
+    report = quantize(TINY, folder, rows, recipe, state=STATE, text="test")
+    check_formats(recipe, folder, report)
+    check_values(folder)
+    check_errors_and_predictions(recipe, folder, report)
+    check_kl(folder, report, rows)
+    check_text(folder)
+    check_folder(folder)
 
 
-def test_formats(made):
-    recipe, folder, report = made
+def check_formats(recipe, folder, report):
     weights = taken_in(folder)
     expected = {}
     for name in weights.names:
@@ -68,15 +74,17 @@ def test_formats(made):
                 expected[name] = FORMATS[recipe][kind]
     assert weights.quantized == expected
     assert {error.name: error.format for error in report.errors} == expected
+    attention = "backbone.layers.3.mixer."
+    kv_scales = [attention + "k_proj.k_scale", attention + "v_proj.v_scale"] if recipe == "nemotron3" else []
+    assert weights.kv_scales == kv_scales
     assert sum(report.bytes.values()) < 0.75 * sum(report.source_bytes.values())
-    assert json.loads((folder / module.REPORT).read_text())["bytes"] == report.bytes
+    assert json.loads((folder / REPORT).read_text())["bytes"] == report.bytes
 
 
-def test_values_are_those_of_model_optimizer(made):
-    """Tensor by tensor, to the bit."""
+def check_values(folder):
+    """Those of Model Optimizer's own reader, tensor by tensor, to the bit."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
-    _, folder, _ = made
     weights, stored = taken_in(folder), load_file(folder / "model.safetensors")
     compared = 0
     for name, format in weights.quantized.items():
@@ -92,9 +100,8 @@ def test_values_are_those_of_model_optimizer(made):
     assert compared >= 8
 
 
-def test_errors_and_predictions(made):
+def check_errors_and_predictions(recipe, folder, report):
     """The number formats' own errors, and what they do to the model."""
-    recipe, folder, report = made
     source = Weights(TINY, ModelConfig.read(TINY))
     weights = taken_in(folder)
     for error in report.errors:
@@ -109,16 +116,14 @@ def test_errors_and_predictions(made):
     assert abs(divergence.loss - divergence.source_loss) < 0.05
 
 
-def test_kl_by_definition(made, rows):
-    _, folder, report = made
+def check_kl(folder, report, rows):
     engines = [Engine(one, device="cpu") for one in (TINY, folder)]
     p, q = (torch.cat([engine.logits(row.tolist()) for row in rows]).double().log_softmax(-1) for engine in engines)
     assert report.divergence.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
 
 
-def test_text_is_still_readable(made):
-    """What it writes is likely by the source model; random tokens have a loss near 10."""
-    _, folder, _ = made
+def check_text(folder):
+    """It is still readable: what it writes is likely by the source model (a uniform guess costs 6.9)."""
     text = Engine(folder, device="cpu").generate(PROMPTS[:2], SamplingParams(max_tokens=80))
     source = Engine(TINY, device="cpu")
     for sequence in text:
@@ -129,9 +134,8 @@ def test_text_is_still_readable(made):
         assert float(losses.mean()) < 1.5
 
 
-def test_folder(made):
+def check_folder(folder):
     """The source's config and tokenizer, the state layout, MTP and FP32 tensors to the bit, lists without garbage."""
-    _, folder, _ = made
     raw, source = (json.loads((one / "config.json").read_text()) for one in (folder, TINY))
     added = {key: value for key, value in raw.items() if key not in source}
     assert {key: raw[key] for key in source} == source and set(added) == {"quantization_config", STATE_KEY}
@@ -193,7 +197,7 @@ class Interrupted(Exception):
 
 def test_interrupted_calibration_continues(tmp_path, monkeypatch):
     folder = write_family(tmp_path / "source", "nano-30b-a3b", **SHORT)
-    monkeypatch.setattr(module, "_BATCH", 1)
+    monkeypatch.setattr(model_optimizer, "_BATCH", 1)
     calibrated = []
 
     def progress(phase, done, total):
@@ -202,8 +206,8 @@ def test_interrupted_calibration_continues(tmp_path, monkeypatch):
             if calibrated == [0, 1, 2]:
                 raise Interrupted
 
-    arguments = dict(state=STATE, text="test")
-    quantize(folder, tmp_path / "whole", TOKENS, **arguments)
+    arguments = dict(state=STATE, text="test", compare=False)
+    assert quantize(folder, tmp_path / "whole", TOKENS, **arguments).divergence is None
     with pytest.raises(Interrupted):
         quantize(folder, tmp_path / "made", TOKENS, progress=progress, **arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "whole", ".made.calibration"}
@@ -235,7 +239,7 @@ def test_refusals(tmp_path):
 
 def test_changed_tensors_are_found(monkeypatch, tmp_path):
     """An export that loses a bit of what is not quantised gets no name."""
-    monkeypatch.setattr(module, "_restore", lambda *_: None)  # FP32 tensors become BF16
+    monkeypatch.setattr(model_optimizer, "_restore", lambda *_: None)  # FP32 tensors become BF16
     with pytest.raises(QuantizationError, match="'backbone.layers.0.mixer.A_log' is not quantised, but differs"):
         quantize(TINY, tmp_path / "made", TOKENS, state=STATE, text="test")
     assert not (tmp_path / "made").exists()
@@ -254,3 +258,22 @@ def test_command(tmp_path, capsys):
     arguments += ["--output", str(tmp_path / "other"), "--calib", str(TINY / "README.md")]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert "quantising needs modelopt: pip install 'trtllm-replayssm[quantize]'" in result.stderr
+
+
+def test_values_that_are_not_finite(tmp_path):
+    folder = write_family(tmp_path / "source", "nano-30b-a3b", **SHORT)
+    tensors, name = load_file(folder / "model.safetensors"), "backbone.layers.0.mixer.in_proj.weight"
+    save_file(tensors | {name: tensors[name] * torch.inf}, folder / "model.safetensors")
+    with pytest.raises(QuantizationError, match="Model Optimizer refuses to calibrate: detected inf values"):
+        quantize(folder, tmp_path / "made", TOKENS, state=STATE, text="test")
+
+
+def test_no_memory_to_compare(tmp_path, monkeypatch):
+    """What was calibrated is not lost."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rounding, "_compared", full)
+    with pytest.warns(UserWarning, match="predictions are not compared: CUDA out of memory"):
+        assert rounding.divergence(TINY, tmp_path, TOKENS, lambda *_: None) is None

@@ -125,6 +125,30 @@ class NetworkRun:
         return [self.value(node.given["input"]) * self.value(node.given["b"])]
 
 
+def plugin_graph(nodes):
+    """Our plugins of a network as an ONNX model; what comes from elsewhere is an input. Rows are B, tokens S."""
+    kinds = _KINDS | {"bfloat16": TensorProto.BFLOAT16}
+    made = {id(tensor): f"{node.name}.{index}" for node in nodes for index, tensor in enumerate(node.outputs)}
+    names, inputs, own = {}, [], []
+    for node in nodes:
+        for tensor in node.given["inputs"]:
+            if id(tensor) in made or id(tensor) in names:
+                continue
+            names[id(tensor)] = f"in{len(inputs)}"
+            size = "B" if len(tensor.shape) == 1 else "S"
+            shape = [size if extent == -1 else extent for extent in tensor.shape]
+            inputs.append(helper.make_tensor_value_info(names[id(tensor)], kinds[tensor.dtype], shape))
+        given = [made.get(id(tensor)) or names[id(tensor)] for tensor in node.given["inputs"]]
+        outputs = [made[id(tensor)] for tensor in node.outputs]
+        own.append(helper.make_node(node.what, given, outputs, node.name, domain=NAMESPACE, **node.given["fields"]))
+    used = {id(tensor) for node in nodes for tensor in node.given["inputs"]}
+    loose = [tensor for node in nodes for tensor in node.outputs if id(tensor) not in used]
+    results = [helper.make_tensor_value_info(made[id(tensor)], kinds[tensor.dtype], None) for tensor in loose]
+    imports = [helper.make_opsetid("", 24), helper.make_opsetid(NAMESPACE, 1)]
+    graph = helper.make_graph(own, "plugins", inputs, results)
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
 def _one_node(node, inputs):
     """One of our plugins as an ONNX graph, for the evaluator."""
     names = [f"in{index}" for index in range(len(inputs))]

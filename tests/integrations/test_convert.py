@@ -119,6 +119,15 @@ def test_the_runtimes_block_is_a_slot(wide, tmp_path, tp, checkpoint_format, rea
     assert given["replayssm"]["geometry"]["num_heads"] == 16 and given["replayssm"]["window"] == 24
 
 
+def test_states_are_kept_as_the_checkpoint_recommends(tmp_path):
+    """What `quantize` writes; arguments come first."""
+    checkpoint = write_checkpoint(tmp_path / "source", WIDE | {"replayssm": {"window": 24, "checkpoint": "fp16"}})
+    config = convert(checkpoint, tmp_path / "out").config["replayssm"]
+    assert [config[key] for key in ("window", "checkpoint_format", "read_copy")] == [24, "fp16", "none"]
+    config = convert(checkpoint, tmp_path / "other", window=16, read_copy="fp8").config["replayssm"]
+    assert [config[key] for key in ("window", "checkpoint_format", "read_copy")] == [16, "fp16", "fp8"]
+
+
 def test_a_pure_model_has_the_other_name(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "pure", WIDE | {"hybrid_override_pattern": "M-M"})
     assert convert(checkpoint, tmp_path / "out").config["architecture"] == "MambaForCausalLM"

@@ -8,6 +8,7 @@ import random
 import sys
 import types
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from trtllm_replayssm.runtime.mamba_mixer import MambaMixer
 
 from ..runtime.conftest import write_checkpoint
 from .conftest import WIDE
-from .network_run import NetworkRun
+from .network_run import NetworkRun, plugin_graph
 from .recorder import DTYPES, ENTRIES, RUNTIME_INPUTS, Mapping, Recorder
 
 SIZES = dict(max_batch_size=4, max_input_len=96, max_seq_len=256, max_num_tokens=192)
@@ -187,6 +188,7 @@ def test_a_foreign_checkpoint_is_refused(monkeypatch, wide, tmp_path, change, me
         Recorded(monkeypatch, tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_the_model_file_gives_a_class_that_worker_processes_find(monkeypatch):
     """trtllm-build loads the file under the name `models`, which a spawned worker cannot import."""
     Recorder().install(monkeypatch)
@@ -195,6 +197,22 @@ def test_the_model_file_gives_a_class_that_worker_processes_find(monkeypatch):
     monkeypatch.delitem(sys.modules, "models", raising=False)
     made = loaded.ReplayNemotronHForCausalLM
     assert made.__module__ == MODEL and pickle.loads(pickle.dumps(made)) is made
+
+
+def test_tensorrt_builds_the_plugins_of_the_network(monkeypatch, wide, tmp_path):
+    """TensorRT-RTX, without a GPU: the plugins take their fields, types and shapes, and no copy comes between."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "plugins"))
+    registry = importlib.import_module("registry")
+    if registry.MISSING:
+        pytest.skip(f"without {registry.MISSING}")
+    convert(wide, tmp_path / "out", tp=2, window=24)
+    nodes = [node for node in Recorded(monkeypatch, tmp_path / "out", rank=1).recorder.nodes if node.what in PLUGINS]
+    (tmp_path / "plugins.onnx").write_bytes(plugin_graph(nodes).SerializeToString())
+    result, _ = registry.in_child("graph:file_report", str(tmp_path / "plugins.onnx"))
+    assert result["built"] and not [text for kind, text in result["log"] if kind in ("ERROR", "INTERNAL_ERROR")]
+    kinds = [kind for kind, _, _ in result["layers"]]
+    assert kinds.count("custom_layer") == 2 * len(nodes)  # two profiles
+    assert set(kinds) <= {"custom_layer", "shape_call"}
 
 
 class Blob:

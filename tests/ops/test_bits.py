@@ -8,7 +8,14 @@ from mixer import NANO_TP8, SMALL, SUPER_TP8, Stack, same_bits
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
 GENERIC = MambaGeometry(num_heads=4, head_dim=24, num_groups=2, state_dim=64)
-CASES = [(SUPER_TP8, "bf16"), (NANO_TP8, "fp16"), (GENERIC, "bf16"), (SMALL, "fp32")]
+COPY = {"checkpoint": "fp16", "read_copy": "nvfp4"}
+CASES = [
+    (SUPER_TP8, "bf16", {}),
+    (NANO_TP8, "fp16", {}),
+    (GENERIC, "bf16", {}),
+    (SMALL, "fp32", {}),
+    (MambaGeometry(num_heads=6, head_dim=48, num_groups=1, state_dim=128), "bf16", COPY),
+]
 
 
 def stack_of(geometry, activation, device, **config):
@@ -35,10 +42,10 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("geometry, activation", CASES)
-def test_batch_slot_and_padding_leave_a_row_its_bits(device, geometry, activation):
+@pytest.mark.parametrize("geometry, activation, formats", CASES)
+def test_batch_slot_and_padding_leave_a_row_its_bits(device, geometry, activation, formats):
     """A01, A27: three rows among five padded ones in a pool of 0xFF bytes equal three solo runs; no NaN appears."""
-    stack = stack_of(geometry, activation, device)
+    stack = stack_of(geometry, activation, device, **formats)
     seeds = [1, 2, 3]
     expected = [solo(stack, seed, schedule) for seed, schedule in zip(seeds, SCHEDULES, strict=True)]
     pool = stack.pool(9)
@@ -74,10 +81,10 @@ def test_batch_slot_and_padding_leave_a_row_its_bits(device, geometry, activatio
     assert not any(field[unused].any() for field in pool.cursors())
 
 
-@pytest.mark.parametrize("geometry, activation", CASES)
-def test_guards_around_memory_stay_intact(device, geometry, activation):
+@pytest.mark.parametrize("geometry, activation, formats", CASES)
+def test_guards_around_memory_stay_intact(device, geometry, activation, formats):
     """Nothing is written beside the pool, the table, the outputs, the plan, and nothing beside them is read."""
-    stack = stack_of(geometry, activation, device)
+    stack = stack_of(geometry, activation, device, **formats)
     expected = [solo(stack, seed, SCHEDULES[0])[0] for seed in (1, 2)]
     pool = StatePool(geometry, stack.config, 2, 2, device)
     guard = 1 << 16
@@ -139,10 +146,10 @@ def test_gaps_between_sections_stay_unused(device):
     assert pool.data[:, [0, 2]].eq(0xFF).all()
 
 
-@pytest.mark.parametrize("geometry, activation", CASES)
-def test_nan_in_dead_records_changes_nothing(device, geometry, activation):
+@pytest.mark.parametrize("geometry, activation, formats", CASES)
+def test_nan_in_dead_records_changes_nothing(device, geometry, activation, formats):
     """Ring rows outside the last `history` records are skipped, never multiplied by zero."""
-    stack = stack_of(geometry, activation, device)
+    stack = stack_of(geometry, activation, device, **formats)
     tape = stack.tape(1, 60)
     pools = [stack.pool(), stack.pool()]
     for pool in pools:
@@ -166,10 +173,10 @@ def test_nan_in_dead_records_changes_nothing(device, geometry, activation):
     assert pools[0].stats()["flushes"] > 0
 
 
-@pytest.mark.parametrize("geometry, activation", CASES)
-def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activation):
+@pytest.mark.parametrize("geometry, activation, formats", CASES)
+def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activation, formats):
     """Of 4 tokens the third is NaN: the first two have the bits of a step without it; so has the other row."""
-    stack = stack_of(geometry, activation, device)
+    stack = stack_of(geometry, activation, device, **formats)
     pools = [stack.pool(2), stack.pool(2)]
     tape, other = stack.tape(1, 20), stack.tape(2, 20)
     outputs = []
@@ -187,12 +194,12 @@ def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activat
     assert same_bits(stack.cycle(pools[0], [0], [last])[0], stack.cycle(pools[1], [0], [last])[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim):
+@pytest.mark.parametrize("head_dim, formats", [(64, {}), (80, {}), (64, COPY)])
+def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim, formats):
     """However many heads a large batch makes a CTA take. Rows stand at different histories; some flush."""
     geometry = MambaGeometry(num_heads=9, head_dim=head_dim, num_groups=1, state_dim=128)
     rows, picked = 260, [3, 100, 259]
-    stack = Stack(geometry, ReplayConfig(window=8, max_step_tokens=4), num_layers=1, device=device)
+    stack = Stack(geometry, ReplayConfig(window=8, max_step_tokens=4, **formats), num_layers=1, device=device)
     pools = [stack.pool(rows), stack.pool(rows)]
     every = list(range(rows))
     for pool in pools:

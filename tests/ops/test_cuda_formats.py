@@ -259,6 +259,27 @@ def test_fused_and_separate_flushes_round_alike(geometry, activation):
     assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
 
+def test_rows_of_the_largest_batches_have_the_bits_of_small_ones():
+    """In batches of this size a warp reads the copies of several heads in turn. All rows flush once."""
+    geometry = MambaGeometry(num_heads=8, head_dim=16, num_groups=1, state_dim=128)
+    picked = [0, 2049, 4099]
+    weights = Weights.random(geometry, CUDA)
+    pools = [StatePool(geometry, config_of("fp16", "nvfp4", 3, 1, "bf16"), rows, 1, CUDA) for rows in (4100, 3)]
+    for pool in pools:
+        pool.data.fill_(0xFF)
+        pool.reset(list(range(pool.num_slots)))
+    for cycle in range(5):
+        tokens = random_tokens(geometry, torch.bfloat16, 4100, CUDA, seed=cycle)
+        outputs = []
+        for pool, mine in zip(pools, (tokens, [tensor[picked] for tensor in tokens]), strict=True):
+            plan = pool.plan(list(range(pool.num_slots)))
+            outputs.append(ops.step(pool, 0, plan, *mine, *weights))
+            pool.commit(plan)
+        assert same_bits(outputs[0][picked], outputs[1])
+    assert pools[1].stats()["flushes"] == 3
+    assert same_bits(pools[0].data[0, picked], pools[1].data[0])
+
+
 @pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("fp16_sr", "nvfp4"), ("fp8_sr", "none")])
 def test_rounding_is_fresh_under_graph_replay(checkpoint, read_copy):
     """The number of writes comes from the plan on the device: replays round the same state differently, and the same

@@ -3,6 +3,8 @@
 counted, refused and reported. The formats themselves: test_number_formats.py, test_stochastic_rounding.py.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import oracle
 import pytest
@@ -100,6 +102,10 @@ class Windows:
 
 
 FLOATS = (np.float64, np.float32)
+SIXTEEN_BIT_PAIRS = [
+    *(("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp32", "e2m2"), ("fp16", "nvfp4_amax")),
+    *(("fp8_sr", "none"), ("fp8_sr", "nvfp4"), ("nvfp4", "none")),
+]
 
 
 @all_pairs
@@ -158,6 +164,44 @@ def test_16_bit_activations(device, checkpoint, read_copy, head_dim, activation)
     assert min(writes) >= 2
 
 
+@pytest.mark.filterwarnings("ignore:window 16 < 2")
+@pytest.mark.parametrize("checkpoint, read_copy", SIXTEEN_BIT_PAIRS)
+@pytest.mark.parametrize(
+    "head_dim, activation, window, max_step_tokens",
+    [(16, "bf16", 16, 16), (48, "fp16", 20, 9), (64, "bf16", 24, 4), (128, "bf16", 8, 3)],
+)
+def test_steps_of_any_length_and_head_size(
+    device, checkpoint, read_copy, head_dim, activation, window, max_step_tokens
+):
+    """Random counts and acceptance, in 16 bits; flushes by steps, from their own checkpoints."""
+    geometry = MambaGeometry(num_heads=3, head_dim=head_dim, num_groups=1, state_dim=128)
+    pool = StatePool(geometry, config_of(checkpoint, read_copy, window, max_step_tokens, activation), 1, 1, device)
+    windows, rng = Windows(pool, Weights.random(geometry, device, max_decay=2.0)), np.random.default_rng(head_dim)
+    windows.feed(ops.prefill, random_tokens(geometry, pool.activation, 5, device))
+    for cycle in range(3 + 5 * window // max_step_tokens):
+        count = int(rng.integers(1, max_step_tokens + 1))
+        tokens = random_tokens(geometry, pool.activation, count, device, seed=1 + cycle)
+        windows.feed(ops.step, tokens, int(rng.integers(0, count + 1)) if cycle % 2 else count)
+    pool.validate()
+    assert windows.writes >= 3
+
+
+@pytest.mark.parametrize("C_size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("read_copy", COPIES)
+def test_queries_of_any_size(device, read_copy, C_size):
+    """C far from one, with one value far above the others, and of zeros; of BF16, so that no product overflows."""
+    geometry = MambaGeometry(num_heads=2, head_dim=32, num_groups=1, state_dim=128)
+    pool = StatePool(geometry, config_of("fp32", read_copy, 8, 4, "bf16"), 1, 1, device)
+    weights = Weights.random(geometry, device, max_decay=2.0)
+    windows = Windows(pool, weights)
+    windows.feed(ops.prefill, random_tokens(geometry, pool.activation, 5, device))
+    tokens = random_tokens(geometry, pool.activation, 4, device, seed=1)
+    C = tokens.C * C_size
+    C[1, 0, 7] *= 1e3
+    C[2] = 0
+    windows.feed(ops.step, tokens._replace(C=C))
+
+
 @pytest.mark.parametrize("read_copy", COPIES)
 def test_read_error_is_the_copys_and_does_not_accumulate(device, read_copy):
     """Of 40 windows, the state that steps read is as far from the exact one as the exact one's own cast."""
@@ -212,15 +256,16 @@ def test_ten_thousand_tokens_do_not_see_the_copy(device, checkpoint, geometry, a
 
 
 @all_pairs
-def test_flush_then_step_is_step(device, checkpoint, read_copy):
+@pytest.mark.parametrize("geometry, activation", [(SMALL, "fp32"), (replace(SMALL, state_dim=128), "bf16")])
+def test_flush_then_step_is_step(device, checkpoint, read_copy, geometry, activation):
     """Flush and outputs as two nodes give the bits, in outputs and memory, of the one that does both."""
-    config = config_of(checkpoint, read_copy, 4, 2)
-    weights = Weights.random(SMALL, device)
-    pools = [StatePool(SMALL, config, 2, 1, device) for _ in range(2)]
+    config = config_of(checkpoint, read_copy, 4, 2, activation)
+    weights = Weights.random(geometry, device)
+    pools = [StatePool(geometry, config, 2, 1, device) for _ in range(2)]
     for pool in pools:
         pool.reset([0, 1], streams=[3, 4])
     for cycle in range(7):
-        tokens = random_tokens(SMALL, torch.float32, 3, device, seed=cycle)
+        tokens = random_tokens(geometry, pools[0].activation, 3, device, seed=cycle)
         plans = [pool.plan([0, 1], [2, 1]) for pool in pools]
         whole = ops.step(pools[0], 0, plans[0], *tokens, *weights)
         split = flush_then_step(pools[1], plans[1], tokens, weights)

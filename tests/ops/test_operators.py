@@ -57,6 +57,7 @@ def test_opcheck(device, name):
         "plan": lambda: (pool.table, pool.spec, slots, rows, 0, 2, empty.buffer),
         "plan_next": lambda: (pool.table, pool.spec, slots, rows, torch.zeros_like(rows), 2, empty.buffer),
         "plan_lengths": lambda: (
+            torch.zeros(8, dtype=torch.int32, device=device),
             pool.spec,
             slots,
             rows,
@@ -64,7 +65,6 @@ def test_opcheck(device, name):
             torch.tensor([1, 2], dtype=torch.int32, device=device),
             False,
             empty.buffer,
-            torch.zeros(8, dtype=torch.int32, device=device),
         ),
         "commit": lambda: (pool.table, pool.spec, plan.buffer, 2, rows, 0),
         "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),

@@ -30,7 +30,7 @@ def plan_lengths(pool, slots, prompts, sequences=None, ends=None):
     rows = len(slots)
     buffer = torch.full((_core.plan_bytes(rows),), 0x55, dtype=torch.uint8, device=pool.device)
     error = torch.full((8,), 0x5555, dtype=torch.int32, device=pool.device)
-    torch.ops.trtllm_replayssm.plan_lengths(pool.spec, *given, sequences is None, buffer, error)
+    torch.ops.trtllm_replayssm.plan_lengths(error, pool.spec, *given, sequences is None, buffer)
     words = buffer.cpu().view(torch.int32)
     header = words[:4].tolist()
     return (

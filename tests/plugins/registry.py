@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from trtllm_replayssm import plugins
@@ -90,12 +91,13 @@ def in_child(function: str, *arguments, environment=None):
         "print('\\n' + json.dumps(result), flush=True); os._exit(0)"
     )
     environment = {**os.environ, **(environment or {}), "PYTHONPATH": str(Path(__file__).parent)}
-    child = subprocess.run(
-        [sys.executable, "-c", code, function, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-    )
+    with tempfile.TemporaryDirectory() as temporary:  # a process that ends so cleans nothing up
+        child = subprocess.run(
+            [sys.executable, "-c", code, function, json.dumps(arguments)],
+            capture_output=True,
+            text=True,
+            env={**environment, "TMPDIR": temporary},
+            timeout=240,
+        )
     assert child.returncode == 0, f"exit {child.returncode}\n{child.stdout}\n{child.stderr}"
     return json.loads(child.stdout.splitlines()[-1]), child.stderr

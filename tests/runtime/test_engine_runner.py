@@ -8,10 +8,14 @@ import torch
 
 from trtllm_replayssm.builder import EngineConfig, build
 from trtllm_replayssm.builder.engine_config import STATE_IO
-from trtllm_replayssm.runtime import Engine, EngineRunner, ExecutorError, SamplingParams, executor
+from trtllm_replayssm.runtime import Engine, EngineRunner, ExecutorError, SamplingParams, engine_runner
+from trtllm_replayssm.runtime.executor import Executor, Outputs
+from trtllm_replayssm.runtime.graph_memory import GraphMemory
 from trtllm_replayssm.runtime.memory import StateLost
+from trtllm_replayssm.runtime.reference_executor import ReferenceExecutor
+from trtllm_replayssm.runtime.tensorrt_executor import TensorRTExecutor
 
-from .conftest import SMALL, TINY, same_text, write_checkpoint
+from .conftest import GPU, SMALL, TINY, same_text, write_checkpoint
 from .drafters import Scripted
 from .prompts import PROMPTS
 
@@ -190,6 +194,7 @@ class Failing:
             raise RuntimeError("launch failed")
         outputs = self.inner.run(graph, row, inputs)
         if fails:
+            self.inner._memory.pool._error[0] = 1  # which nobody reads
             raise RuntimeError("launch failed")
         return outputs
 
@@ -274,6 +279,57 @@ def test_row_that_stays_bad(folders):
         assert (text.tokens, text.finish_reason) == (whole.tokens, whole.finish_reason)
 
 
+# ---- memory on a GPU -------------------------------------------------------------------------------------------------
+
+
+class ThroughHost:
+    """The reference executor for memory on a GPU, by way of a copy on the host."""
+
+    def __init__(self, folder, made, memory):
+        self.memory, self.copy = memory, GraphMemory(made, torch.float32, torch.device("cpu"))
+        self.inner = ReferenceExecutor(folder, made, self.copy)
+
+    def pairs(self):
+        yield self.memory.pool.table, self.copy.pool.table
+        yield self.memory.pool.data, self.copy.pool.data
+        for graph, caches in self.memory.caches.items():
+            yield from ((cache, self.copy.caches[graph][name]) for name, cache in caches.items())
+
+    def run(self, graph, row, inputs):
+        for there, here in self.pairs():
+            here.copy_(there)
+        outputs = self.inner.run(graph, row, {name: values.cpu() for name, values in inputs.items()})
+        for there, here in self.pairs():
+            there.copy_(here)
+        return Outputs(*(values.to(self.memory.pool.device) for values in outputs))
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_memory_on_a_gpu(folders, monkeypatch, device):
+    """Passes, pre-emption and a state that goes bad, all but the graphs on the device."""
+    folder = folders()
+    expected = runner(folder, speculation="mtp").generate(PROMPTS[:5], FEW)
+
+    def executor(name, folder, made):
+        return lambda memory: ThroughHost(folder, made, memory), torch.device(device)
+
+    monkeypatch.setattr(engine_runner, "_executor", executor)
+    engine = EngineRunner(folder, speculation="mtp")
+    assert engine.memory.pool.table.is_cuda
+    assert tokens_of(engine.generate(PROMPTS[:5], FEW)) == tokens_of(expected)
+    texts = [engine.add_request(prompt, FEW) for prompt in PROMPTS[:5]]
+    while min(len(text.tokens) for text in texts[:3]) < 6:
+        engine.step()
+    engine.preempt(texts[0])
+    while min(len(text.tokens) for text in texts[1:3]) < 12:
+        engine.step()
+    spoil(engine, texts[1].slot)
+    while any(text.finish_reason is None for text in texts):
+        engine.step()
+    assert [text.tokens for text in texts] == [text.tokens for text in expected]
+    assert texts[1].lost_at and engine.statistics()["decode_traffic"].flushes > 10
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -302,8 +358,5 @@ def test_folder_without_plans(folders):
 
 
 def test_executors_have_one_interface():
-    from trtllm_replayssm.runtime.reference_executor import ReferenceExecutor
-    from trtllm_replayssm.runtime.tensorrt_executor import TensorRTExecutor
-
     for kind in (ReferenceExecutor, TensorRTExecutor):
-        assert kind.run.__annotations__ == executor.Executor.run.__annotations__
+        assert kind.run.__annotations__ == Executor.run.__annotations__

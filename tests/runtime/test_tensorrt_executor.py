@@ -8,9 +8,11 @@ import ctypes
 import importlib.util
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -205,9 +207,15 @@ def said(*folders, before="", cwd=None):
         "    except ValueError as error:\n        print(type(error).__name__, error, sep=': ')\n"
         "import os; sys.stdout.flush(); os._exit(0)\n"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code, *map(str, folders)], capture_output=True, text=True, cwd=cwd, timeout=120
-    )
+    with tempfile.TemporaryDirectory() as temporary:  # a process that ends so cleans nothing up
+        child = subprocess.run(
+            [sys.executable, "-c", code, *map(str, folders)],
+            cwd=cwd,
+            env={**os.environ, "TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert child.returncode == 0, child.stderr
     return child.stdout.splitlines()
 

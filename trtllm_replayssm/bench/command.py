@@ -7,8 +7,8 @@ import gc
 import itertools
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 
 from ..measurement import matplotlib, write_atomically
@@ -109,13 +109,17 @@ def add_commands(commands) -> None:
     )
     serve.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt; default: %(default)s")
     serve.add_argument(
-        "--answer", type=int, default=256, metavar="N", help="mean tokens of an answer; default: %(default)s"
+        "--answer", type=int, default=512, metavar="N", help="mean tokens of an answer; default: %(default)s"
     )
     serve.add_argument(
         "--memory",
         metavar="SIZE",
         help="for weights and sequences, as in 120GB; default: 85 %% of the GPU's; on the CPU no limit",
     )
+
+    plot = measurements.add_parser("plot", help="draw the PNG of a JSON file of records")
+    plot.set_defaults(run=_plot)
+    plot.add_argument("file", metavar="FILE", help="what kernel, step or serve wrote")
 
     for command, steps, repeats in ((kernel, 160, 7), (step, 48, 5), (serve, 64, 3)):
         command.add_argument("--steps", type=int, default=steps, metavar="N", help="a timing; default: %(default)s")
@@ -133,32 +137,29 @@ def add_commands(commands) -> None:
 
 
 class _Table:
-    """Lines on stdout, or nothing where records shall be printed at the end."""
+    """Lines on stdout, or nothing where records shall be printed at the end.
 
-    def __init__(self, columns: tuple[tuple[str, str, str], ...], as_json: bool):
-        self._columns, self._quiet = columns, as_json  # (title, field with dots inside, format)
-        self._line(" ".join(f"{title:>{self._width(title, form)}}" for title, _, form in columns))
+    columns: title, field of a record with dots into objects, least width, format.
+    """
+
+    def __init__(self, columns: tuple[tuple[str, str, int, str], ...], as_json: bool):
+        self._columns, self._quiet = columns, as_json
+        self._line(title for title, _, _, _ in columns)
 
     def row(self, record: dict) -> None:
-        cells = []
-        for title, field, form in self._columns:
-            value = record
-            for key in field.split("."):
-                value = value.get(key)
-            width = self._width(title, form)
-            cells.append(f"{'-':>{width}}" if value is None else f"{format(value, form.lstrip('0123456789')):>{width}}")
-        self._line(" ".join(cells))
+        self._line(self._cell(record, field, form) for _, field, _, form in self._columns)
 
-    def _width(self, title: str, form: str) -> int:
-        digits = form[: len(form) - len(form.lstrip("0123456789"))]
-        return max(len(title), int(digits))
+    def _cell(self, record: dict, field: str, form: str) -> str:
+        value = reduce(dict.get, field.split("."), record)
+        return "-" if value is None else format(value, form)
 
-    def _line(self, text: str) -> None:
+    def _line(self, cells: Iterable[str]) -> None:
+        widths = (max(len(title), width) for title, _, width, _ in self._columns)
         if not self._quiet:
-            print(text, flush=True)
+            print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
 
-def _run(options, records, cases, identify, measure, table: _Table, draw: Callable) -> int:
+def _run(options, records, cases, identify, measure, table: _Table) -> int:
     """Measures the cases that `records` lacks. 1 if one was invalid or did not fit; the others are measured all the
     same.
     """
@@ -184,8 +185,26 @@ def _run(options, records, cases, identify, measure, table: _Table, draw: Callab
     if options.json:
         print(json.dumps(records.mine, indent=1))
     if records.file is not None and records.mine and not options.no_plot:
-        write_atomically(records.file.with_suffix(".png"), draw(records.mine))
+        _draw(records.file, records.mine)
     return code
+
+
+def _plot(options) -> int:
+    from .records import read_records
+
+    file = Path(options.file)
+    _draw(file, read_records(file))
+    return 0
+
+
+def _draw(file: Path, records: list[dict]) -> None:
+    """The picture of records of one kind, beside their file."""
+    from .plot import PICTURES
+
+    kinds = {record["bench"] for record in records}
+    if len(kinds) != 1 or not kinds <= set(PICTURES):
+        raise ValueError(f"{file}: expected records of one of {', '.join(PICTURES)}, got {', '.join(sorted(kinds))}")
+    write_atomically(file.with_suffix(".png"), PICTURES[kinds.pop()](records))
 
 
 def _prepare(options) -> tuple:
@@ -218,7 +237,6 @@ def _formats(text: str) -> tuple[str, str]:
 
 def _kernel(options) -> int:
     from .kernel import KernelBench
-    from .plot import draw_kernel
 
     if options.prefill:
         return _prefill(options)
@@ -230,23 +248,23 @@ def _kernel(options) -> int:
         print(f"{records.where}: reads {read:.2f} TB/s, copies {copy:.2f} TB/s")
     table = _Table(
         (
-            ("geometry", "geometry", "11s"),
-            ("batch", "batch", "5d"),
-            ("T", "tokens", "2d"),
-            ("mode", "mode", "19s"),
-            ("checkpoint", "checkpoint", "10s"),
-            ("copy", "read_copy", "10s"),
-            ("L", "window", "2d"),
-            ("us", "us", "9.1f"),
-            ("min", "us_min", "8.1f"),
-            ("max", "us_max", "8.1f"),
-            ("flushes", "flushes_per_step", "8.3f"),
-            ("of read bw", "fraction_of_read_bandwidth", "10.0%"),
-            ("of copy bw", "fraction_of_copy_bandwidth", "10.0%"),
+            ("geometry", "geometry", 11, "s"),
+            ("batch", "batch", 5, "d"),
+            ("T", "tokens", 2, "d"),
+            ("mode", "mode", 19, "s"),
+            ("checkpoint", "checkpoint", 10, "s"),
+            ("copy", "read_copy", 10, "s"),
+            ("L", "window", 2, "d"),
+            ("us", "us", 9, ".1f"),
+            ("min", "us_min", 8, ".1f"),
+            ("max", "us_max", 8, ".1f"),
+            ("flushes", "flushes_per_step", 8, ".3f"),
+            ("of read bw", "fraction_of_read_bandwidth", 10, ".0%"),
+            ("of copy bw", "fraction_of_copy_bandwidth", 10, ".0%"),
         ),
         options.json,
     )
-    return _run(options, records, cases, bench.identity, bench.measure, table, draw_kernel)
+    return _run(options, records, cases, bench.identity, bench.measure, table)
 
 
 def _kernel_cases(options) -> list:
@@ -283,7 +301,6 @@ def _kernel_cases(options) -> list:
 
 def _prefill(options) -> int:
     from .kernel import parse_geometry
-    from .plot import draw_prefill
     from .prefill import ChunkScan, Prefill
 
     device, records = _prepare(options)
@@ -317,25 +334,24 @@ def _prefill(options) -> int:
 
     table = _Table(
         (
-            ("geometry", "geometry", "11s"),
-            ("tokens", "tokens", "6d"),
-            ("mode", "mode", "15s"),
-            ("checkpoint", "checkpoint", "10s"),
-            ("copy", "read_copy", "10s"),
-            ("us", "us", "9.1f"),
-            ("min", "us_min", "8.1f"),
-            ("max", "us_max", "8.1f"),
+            ("geometry", "geometry", 11, "s"),
+            ("tokens", "tokens", 6, "d"),
+            ("mode", "mode", 15, "s"),
+            ("checkpoint", "checkpoint", 10, "s"),
+            ("copy", "read_copy", 10, "s"),
+            ("us", "us", 9, ".1f"),
+            ("min", "us_min", 8, ".1f"),
+            ("max", "us_max", 8, ".1f"),
         ),
         options.json,
     )
-    return _run(options, records, cases, identify, measure, table, draw_prefill)
+    return _run(options, records, cases, identify, measure, table)
 
 
 # ---- step and serve --------------------------------------------------------------------------------------------------
 
 
 def _step(options) -> int:
-    from .plot import draw_step
     from .step import PARTS, StepBench
 
     device, records = _prepare(options)
@@ -345,26 +361,24 @@ def _step(options) -> int:
     cases = bench.cases(options.batches, options.contexts)
     table = _Table(
         (
-            ("model", "model", "8s"),
-            ("batch", "batch", "5d"),
-            ("context", "context", "7d"),
-            ("mode", "mode", "12s"),
-            ("us", "us", "10.1f"),
-            ("min", "us_min", "9.1f"),
-            ("max", "us_max", "9.1f"),
-            ("flushes", "flushes_per_step", "8.3f"),
-            *((part, f"parts_us.{part}", "9.1f") for part in PARTS),
+            ("model", "model", 8, "s"),
+            ("batch", "batch", 5, "d"),
+            ("context", "context", 7, "d"),
+            ("mode", "mode", 12, "s"),
+            ("us", "us", 10, ".1f"),
+            ("min", "us_min", 9, ".1f"),
+            ("max", "us_max", 9, ".1f"),
+            ("flushes", "flushes_per_step", 8, ".3f"),
+            *((part, f"parts_us.{part}", 9, ".1f") for part in PARTS),
         ),
         options.json,
     )
-    draw = partial(draw_step, parts=PARTS)
-    return _run(options, records, cases, bench.identity, bench.measure, table, draw)
+    return _run(options, records, cases, bench.identity, bench.measure, table)
 
 
 def _serve(options) -> int:
     import torch
 
-    from .plot import draw_serve
     from .serve import Load, ServeBench
 
     device, records = _prepare(options)
@@ -387,23 +401,23 @@ def _serve(options) -> int:
     cases = bench.cases(options.batches, options.modes or ["replay", "snapshots", "standard"])
     table = _Table(
         (
-            ("model", "model", "8s"),
-            ("clients", "batch", "7d"),
-            ("at once", "concurrency", "7d"),
-            ("mode", "mode", "15s"),
-            ("T", "tokens", "2d"),
-            ("tokens/s", "tokens_per_second", "9.0f"),
-            ("min", "tokens_per_second_min", "9.0f"),
-            ("max", "tokens_per_second_max", "9.0f"),
-            ("ms/step", "ms_per_step", "8.2f"),
-            ("prompts", "share_of_prompts", "7.0%"),
-            ("accepted", "tokens_per_row_and_step", "8.2f"),
-            ("Mamba bytes", "bytes_per_request.mamba", "12,d"),
-            ("KV bytes", "bytes_per_request.kv", "11,d"),
+            ("model", "model", 8, "s"),
+            ("clients", "batch", 7, "d"),
+            ("at once", "concurrency", 7, "d"),
+            ("mode", "mode", 15, "s"),
+            ("T", "tokens", 2, "d"),
+            ("tokens/s", "tokens_per_second", 9, ".0f"),
+            ("min", "tokens_per_second_min", 9, ".0f"),
+            ("max", "tokens_per_second_max", 9, ".0f"),
+            ("ms/step", "ms_per_step", 8, ".2f"),
+            ("prompts", "share_of_prompts", 7, ".0%"),
+            ("tokens/row", "tokens_per_row_and_step", 10, ".2f"),
+            ("Mamba bytes", "bytes_per_request.mamba", 12, ",d"),
+            ("KV bytes", "bytes_per_request.kv", 11, ",d"),
         ),
         options.json,
     )
-    return _run(options, records, cases, bench.identity, bench.measure, table, draw_serve)
+    return _run(options, records, cases, bench.identity, bench.measure, table)
 
 
 def _bytes(size: str) -> int:

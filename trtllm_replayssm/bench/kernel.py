@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import MambaGeometry, ReplayConfig, SlotLayout, StatePool, ops
+from ..operators import ACTIVATIONS
 from .clock import bandwidths, repeatable, seconds, spread
 from .peers import PEERS
 from .records import InvalidRun
@@ -31,7 +32,6 @@ GEOMETRIES = {
 }
 MODES = ("replay", "conventional", "conventional_verify")
 CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_geometry(text: str) -> MambaGeometry:
@@ -222,7 +222,7 @@ class PeerLoop:
         self.case, self.device = case, device
         geometry = case.sizes
         shape = (case.batch, geometry.num_heads, geometry.head_dim, geometry.state_dim)
-        dtype = DTYPES[case.checkpoint]
+        dtype = ACTIVATIONS[case.checkpoint]
         state_bytes = torch.Size(shape).numel() * dtype.itemsize
         self.num_layers = layers_for_cold_cache(state_bytes // case.batch, case.batch, device)
         self.states = torch.zeros((self.num_layers, *shape), dtype=dtype, device=device)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import ReplayConfig, SlotLayout
+from ..operators import ACTIVATIONS
 from ..runtime.loader import Loader
 from ..runtime.mamba_mixer import STEPS
 from ..runtime.memory import Memory
@@ -18,7 +19,6 @@ from ..runtime.model_config import ATTENTION, MAMBA, MLP, MOE, ModelConfig
 from ..runtime.row_tiles import RowTiles
 from ..runtime.weights import Weights, expected_tensors, mtp_tensors
 
-ACTIVATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
 
 
@@ -118,7 +118,7 @@ class Subject:
     """
 
     def __init__(self, name: str, device: torch.device, dtype: str):
-        self.device, self.dtype, self.activation = device, getattr(torch, dtype), ACTIVATIONS[dtype]
+        self.device, self.dtype = device, getattr(torch, dtype)
         self.is_random = name in MODELS
         if self.is_random:
             self.name, self.config = name, MODELS[name]
@@ -150,7 +150,8 @@ class Subject:
         self, window: int | None, step_tokens: int, checkpoint: str = "fp32", read_copy: str = "none"
     ) -> ReplayConfig:
         """With a number for the window; None: the one that moves the fewest bytes."""
-        config = ReplayConfig(window or "auto", step_tokens, checkpoint, read_copy, self.activation)
+        activation = next(name for name, dtype in ACTIVATIONS.items() if dtype == self.dtype)
+        config = ReplayConfig(window or "auto", step_tokens, checkpoint, read_copy, activation)
         return SlotLayout(self.config.geometry, config).config
 
     def memory(self, replay: ReplayConfig, attention_layers: int, slots: int, capacity: int, snapshots: bool) -> Memory:

@@ -65,9 +65,10 @@ def draw_prefill(records: list[dict]) -> bytes:
     return _png(figure)
 
 
-def draw_step(records: list[dict], parts: tuple[str, ...]) -> bytes:
+def draw_step(records: list[dict]) -> bytes:
     """Stacked parts of a step, a panel a batch: bars by context, conventional and replay side by side."""
     batches = sorted({record["batch"] for record in records})
+    parts = tuple(records[0]["parts_us"])
     figure, panels = matplotlib().subplots(
         1, len(batches), figsize=(4.2 * len(batches), 4.8), layout="constrained", squeeze=False
     )
@@ -107,3 +108,6 @@ def draw_serve(records: list[dict]) -> bytes:
     axes.legend(fontsize="small")
     figure.suptitle(_where(records))
     return _png(figure)
+
+
+PICTURES = {"kernel": draw_kernel, "prefill": draw_prefill, "step": draw_step, "serve": draw_serve}

@@ -35,7 +35,7 @@ class Records:
             "commit": commit,
         }
         self.where = self._where["gpu"] or device.type
-        self._all = _read(file) if file is not None and file.exists() else []
+        self._all = read_records(file) if file is not None and file.exists() else []
 
     def kept(self, case: dict) -> dict | None:
         """The record of an earlier run of `case`: one whose fields are equal to all of these, GPU and commit."""
@@ -57,7 +57,8 @@ class Records:
         return record
 
 
-def _read(file: Path) -> list[dict]:
+def read_records(file: Path) -> list[dict]:
+    """The records in `file`. ValueError: it holds something else."""
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -26,7 +26,7 @@ from ..runtime.drafter import Drafter
 from ..runtime.memory import state_bytes
 from ..runtime.model_config import ATTENTION, MAMBA, CheckpointError
 from ..runtime.mtp import MTP
-from ..runtime.runner import Runner
+from ..runtime.runner import Outcome, Runner
 from ..runtime.sampler import SamplingParams
 from ..runtime.scheduler import Scheduler
 from ..runtime.sequence import Sequence
@@ -218,7 +218,8 @@ class ServeBench:
         return self._configs[MODES[case.mode][0], self._drafts(case)]
 
     def _capacity(self, drafts: int) -> int:
-        return self.load.prompt + self.load.longest + drafts
+        """Tokens that a slot holds, in whole blocks of 16: attention reads unaligned rows slowly."""
+        return -(-(self.load.prompt + self.load.longest + drafts) // 16) * 16
 
 
 def check_acceptance(steps: Counter[tuple[int, int]], chance: float) -> None:
@@ -292,10 +293,11 @@ class Server:
             self._ask(self._random.randint(1 + drafts, self._length()))
 
     def fill(self) -> None:
-        """Until no prompt waits for its pass but those of clients without a slot."""
-        self._step()
+        """The prompts of all that have a slot, without decode steps between them."""
+        self._admit()
         while any(sequence.in_prompt for sequence in self._scheduler.running):
-            self._step()
+            if chunks := self._scheduler.next_prompts():
+                self._hand_out(*self._prompts(chunks))
 
     def run(self, decode_steps: int) -> tuple[int, float]:
         """Tokens and seconds of so many decode steps and the prompts between them."""
@@ -319,13 +321,19 @@ class Server:
     def _step(self) -> tuple[bool, int]:
         """A pass of prompt chunks or a decode step, as Engine.step: whether it was the latter, and its new tokens."""
         began = time.perf_counter()
+        self._admit()
+        chunks = self._scheduler.next_prompts()
+        given = self._hand_out(*(self._prompts(chunks) if chunks else self._decode()))
+        if chunks:
+            self.prompt_seconds += time.perf_counter() - began
+        return not chunks, given
+
+    def _admit(self) -> None:
         for sequence in self._scheduler.admit():
             self.runner.memory.reset(sequence.slot, sequence.request_id)
-        chunks = self._scheduler.next_prompts()
-        if chunks:
-            sequences, outcomes = self._prompts(chunks)
-        else:
-            sequences, outcomes = self._decode()
+
+    def _hand_out(self, sequences: list[Sequence], outcomes: list[Outcome]) -> int:
+        """How many tokens the sequences got. Who is at the end of an answer leaves and asks anew."""
         given = 0
         for sequence, (tokens, drafts) in zip(sequences, outcomes, strict=True):
             before = len(sequence.tokens)
@@ -335,11 +343,9 @@ class Server:
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
                 self._ask(self._length())
-        if chunks:
-            self.prompt_seconds += time.perf_counter() - began
-        return not chunks, given
+        return given
 
-    def _prompts(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], list]:
+    def _prompts(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], list[Outcome]]:
         """The sequences whose prompt is complete, and their outcomes."""
         rows, tokens, after = [], [], []
         for sequence, count in chunks:
@@ -353,7 +359,7 @@ class Server:
         outcomes = self.runner.prompts(rows, tokens, after, [s.params for s in complete], self.drafts)
         return complete, outcomes
 
-    def _decode(self) -> tuple[list[Sequence], list]:
+    def _decode(self) -> tuple[list[Sequence], list[Outcome]]:
         sequences = self._scheduler.decoding()
         steps = [sequence.next_step() for sequence in sequences]
         rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]

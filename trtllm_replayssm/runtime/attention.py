@@ -55,8 +55,8 @@ class Attention:
         # to take the queries to the keys.
         in_place = len(keys) <= 3 * len(slots)
         if in_place:
-            positions = positions.new_zeros((len(keys), *positions.shape[1:])).index_put((slots,), positions)
-            q = q.new_zeros((len(keys), *q.shape[1:])).index_put((slots,), q)
+            positions = positions.new_zeros((len(keys), *positions.shape[1:])).index_put_((slots,), positions)
+            q = q.new_zeros((len(keys), *q.shape[1:])).index_put_((slots,), q)
         else:
             keys, values = keys[slots], values[slots]
         mask = torch.arange(batch.context, device=q.device) <= positions[..., None]  # [rows or slots, width, context]

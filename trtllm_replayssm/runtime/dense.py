@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -40,13 +42,26 @@ class Linear:
         return linear(x, self.weight, self.bias)
 
 
+class RowParallel:
+    """A Linear with a part of W's columns: its product is summed over the ranks in fp32, then b is added."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, all_reduce: Callable):
+        self.weight, self.bias, self.all_reduce = weight, bias, all_reduce
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.all_reduce(fp32_product(x, self.weight))
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
 class RMSNorm:
     """x / rms(x) · weight over the last dimension in groups of equal size, computed in fp32, returned in `dtype`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, groups: int, dtype: torch.dtype):
-        self.weight, self.eps, self.groups, self.dtype = weight, eps, groups, dtype
+        self.weight, self.eps, self.groups, self.dtype = weight.float(), eps, groups, dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.groups == 1:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
         grouped = x.float().unflatten(-1, (self.groups, -1))
         grouped = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
         return (grouped.flatten(-2) * self.weight).to(self.dtype)

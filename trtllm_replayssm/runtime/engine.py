@@ -13,6 +13,7 @@ from operator import index
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from .. import ReplayConfig, SlotLayout, _core
 from .batch import Row
@@ -29,6 +30,7 @@ from .runner import Outcome, Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .tensor_parallel import TensorParallel
 from .tokenizer import TextStream, Tokenizer
 from .traffic import Traffic, rehearse
 from .verification import Acceptance
@@ -404,7 +406,9 @@ class Engine(Serving):
             dtypes weights, KV cache and the tensors of the Mamba ops keep 16 bits, but all between them is fp32:
             rounding inputs of dense layers to 16 bits would make texts part where speculation only adds up in another
             order.
-        cuda_graphs: None: on CUDA unless `deterministic`.
+        tensor_parallel: a group of torch.distributed whose ranks share every layer (tensor_parallel.py). Each makes the
+            same engine and the same calls in the same order, and gets the same tokens.
+        cuda_graphs: None: on CUDA unless `deterministic` or `tensor_parallel`.
         progress: show a bar on stderr while weights load.
         allow: modules whose quantised tensors count although the checkpoint's lists contradict them (Weights).
 
@@ -430,6 +434,7 @@ class Engine(Serving):
         draft_tokens: int = 3,
         adaptive: bool = False,
         deterministic: bool = False,
+        tensor_parallel: dist.ProcessGroup | None = None,
         cuda_graphs: bool | None = None,
         progress: bool = False,
         allow: Several[str] = (),
@@ -451,9 +456,11 @@ class Engine(Serving):
             raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
         place = pick_device(device)
         on_cuda = place.type == "cuda"
-        if cuda_graphs and (deterministic or not on_cuda):
-            raise ValueError("cuda_graphs need a CUDA device and deterministic=False")
-        config = ModelConfig.read(checkpoint)
+        if cuda_graphs and (deterministic or tensor_parallel or not on_cuda):
+            raise ValueError("cuda_graphs need a CUDA device, deterministic=False and no tensor_parallel")
+        whole = ModelConfig.read(checkpoint)
+        parallel = TensorParallel(whole, tensor_parallel) if tensor_parallel else None
+        config = parallel.model if parallel else whole
         dtype = dtype or (config.dtype if on_cuda else "float32")
         context = context or min(config.max_position_embeddings, 4096)
         configs = {
@@ -461,7 +468,7 @@ class Engine(Serving):
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
             "conventional": _replay_config(config, dtype, drafts, 2 * (1 + drafts)),
         }
-        weights = Weights(checkpoint, config, allow)
+        weights = Weights(checkpoint, whole, allow)
         self.dequantized = dict(weights.quantized)
         if self.dequantized:
             warnings.warn(_what_is_dequantized(checkpoint, self.dequantized, DTYPES[dtype]), stacklevel=2)
@@ -478,6 +485,7 @@ class Engine(Serving):
             activation=torch.float32 if deterministic else DTYPES[dtype],
             device=place,
             tiles=RowTiles(fixed=deterministic),
+            parallel=parallel,
             progress=progress,
         )
         self.model = Model(loader)
@@ -493,13 +501,14 @@ class Engine(Serving):
             snapshots=snapshots,
             dtype=DTYPES[dtype],
             device=place,
+            first_head=parallel.first_head if parallel else 0,
         )
         runner = Runner(
             self.model,
             memory,
             drafter,
             together=together,
-            graphs=together if cuda_graphs is None else cuda_graphs,
+            graphs=together and parallel is None if cuda_graphs is None else cuda_graphs,
             max_rows=max_batch,
         )
         super().__init__(

@@ -10,9 +10,8 @@ import torch
 
 from .. import ReplayConfig, SlotLayout
 from ..builder import bundle as bundles
-from ..builder.engine_config import ACTIVATIONS
 from .drafter import Drafter
-from .engine import DTYPES, Serving
+from .engine import ACTIVATIONS, DTYPES, Serving
 from .executor import Executor, ExecutorError
 from .graph_memory import GraphMemory
 from .graph_runner import GraphRunner

@@ -58,8 +58,9 @@ class GraphMemory:
         self._outstanding.discard(slot)
 
     def lost(self, slots: list[int]) -> None:
-        """Nothing is known of these slots any more: they wait for a reset."""
+        """Nothing is known of these slots any more: they wait for a reset. Nor is there an error left of them."""
         self._outstanding.difference_update(slots)
+        self.pool.take_error()
 
     def settle(self, slots: list[int] | None = None) -> None:
         """Commits what is outstanding (None: everywhere), so that slots can be counted, saved and reset."""

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from .attention import Attention
 from .batch import Batch
-from .dense import Linear, RMSNorm
+from .dense import Linear, RMSNorm, RowParallel
 from .mamba_mixer import MambaMixer
 from .memory import Memory
 from .mlp import MLP
@@ -19,6 +19,7 @@ from .model_config import ATTENTION, MAMBA, MOE, ModelConfig
 from .model_config import MLP as MLP_LAYER
 from .moe import MoE, Router
 from .row_tiles import RowTiles
+from .tensor_parallel import TensorParallel
 from .weights import Weights
 
 
@@ -43,7 +44,7 @@ class Stack:
 class Loader:
     """Builds layers by the names of their tensors: in `dtype` on `device`, but for the router and A_log, D, dt_bias
     (fp32). `activation`: dtype between the dense layers, `dtype` or fp32. `step`: one of mamba_mixer.STEPS. Layers that
-    keep something in Memory are numbered in the order of loading.
+    keep something in Memory are numbered in the order of loading. `parallel`: loads a rank's part; `config` is its own.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Loader:
         activation: torch.dtype,
         device: torch.device,
         tiles: RowTiles,
+        parallel: TensorParallel | None = None,
         progress: bool = False,
     ):
-        self.config, self.tiles = config, tiles
+        self.config, self.tiles, self._parallel = config, tiles, parallel
         self._weights, self._step, self._device, self._progress = weights, step, device, progress
         self._dtype, self._activation = dtype, activation
         self.mamba_layers = self.attention_layers = 0  # loaded so far
@@ -74,10 +76,18 @@ class Loader:
         return Stack(layers, self.norm(final_norm), self.tiles)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._weights.read(name, dtype or self._dtype, self._device)
+        dtype = dtype or self._dtype
+        if self._parallel:
+            return self._parallel.read(self._weights, name, dtype, self._device)
+        return self._weights.read(name, dtype, self._device)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         return Linear(self.tensor(name + ".weight"), self.tensor(name + ".bias") if bias else None)
+
+    def row_parallel(self, name: str, bias: bool = False) -> Linear | RowParallel:
+        """One of tensor_parallel.ROW_PARALLEL."""
+        linear = self.linear(name, bias)
+        return RowParallel(linear.weight, linear.bias, self._parallel.all_reduce) if self._parallel else linear
 
     def norm(self, name: str, groups: int = 1) -> RMSNorm:
         return RMSNorm(self.tensor(name + ".weight"), self.config.norm_eps, groups, self._activation)
@@ -96,18 +106,19 @@ class Loader:
             dt_bias=self.tensor(name + "dt_bias", torch.float32),
             dt_limit=config.time_step_limit,
             norm=self.norm(name + "norm", config.mamba_groups),
-            out_proj=self.linear(name + "out_proj", config.mamba_bias),
+            out_proj=self.row_parallel(name + "out_proj", config.mamba_bias),
             tiles=self.tiles,
         )
 
     def _attention(self, name: str) -> Attention:
-        q, k, v, o = (self.linear(name + proj) for proj in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        q, k, v = (self.linear(name + proj) for proj in ("q_proj", "k_proj", "v_proj"))
+        o = self.row_parallel(name + "o_proj")
         self.attention_layers += 1
         return Attention(self.attention_layers - 1, q, k, v, o, self.config.head_dim, self.tiles)
 
     def _mlp(self, name: str) -> MLP:
         bias = self.config.mlp_bias
-        return MLP(self.linear(name + "up_proj", bias), self.linear(name + "down_proj", bias), self.tiles)
+        return MLP(self.linear(name + "up_proj", bias), self.row_parallel(name + "down_proj", bias), self.tiles)
 
     def _moe(self, name: str) -> MoE:
         config = self.config
@@ -130,4 +141,6 @@ class Loader:
         if config.latent_size:
             to_latent = self.linear(name + "fc1_latent_proj", config.mlp_bias)
             from_latent = self.linear(name + "fc2_latent_proj", config.mlp_bias)
-        return MoE(router, up, down, self._mlp(name + "shared_experts."), to_latent, from_latent, self.tiles)
+        all_reduce = self._parallel.all_reduce if self._parallel else None
+        shared = self._mlp(name + "shared_experts.")
+        return MoE(router, up, down, shared, to_latent, from_latent, all_reduce, self.tiles)

@@ -56,9 +56,11 @@ class Memory:
         snapshots: bool,
         dtype: torch.dtype,
         device: torch.device,
+        first_head: int = 0,
     ):
         layers = config.layers.count(MAMBA)
-        self.pool = StatePool(config.geometry, replay, num_slots=slots, num_layers=layers, device=device)
+        extent = {"num_slots": slots, "num_layers": layers, "first_head": first_head}
+        self.pool = StatePool(config.geometry, replay, **extent, device=device)
         self.snapshots = self.pool.allocate_snapshots() if snapshots else None
         self.kv = KVCache(attention_layers, slots, config.kv_heads or 1, capacity, config.head_dim or 1, dtype, device)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -49,7 +51,7 @@ class Router:
 
 class MoE:
     """up [experts, size, width] and down [experts, size, width] (transposed: both hold a hidden unit's weights in a
-    row).
+    row). all_reduce: sums what parts of experts give over the ranks, fp32; None: they are whole.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class MoE:
         shared: MLP,
         to_latent: Linear | None,
         from_latent: Linear | None,
+        all_reduce: Callable | None,
         tiles: RowTiles,
     ):
         self.router, self.up, self.down, self.shared = router, up, down, shared
-        self.to_latent, self.from_latent, self.tiles = to_latent, from_latent, tiles
+        self.to_latent, self.from_latent, self.all_reduce, self.tiles = to_latent, from_latent, all_reduce, tiles
 
     def __call__(self, x: torch.Tensor, batch, memory=None) -> torch.Tensor:
         weights = self.tiles(self.router, x)
@@ -72,6 +75,8 @@ class MoE:
             routed = self.every_expert(inner, weights)
         else:
             routed = self.hit_experts(inner, weights)
+        if self.all_reduce:
+            routed = self.all_reduce(routed.float()).to(x.dtype)
         if self.from_latent:
             routed = self.tiles(self.from_latent, routed)
         return routed + self.shared(x)

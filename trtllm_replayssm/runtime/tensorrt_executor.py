@@ -184,7 +184,9 @@ class _Log:
         return Logger()
 
     def first_error(self) -> str:
-        return self.errors[0] if self.errors else "TensorRT does not say why"
+        """Since the last call: later ones follow from it."""
+        errors, self.errors = self.errors, []
+        return errors[0] if errors else "TensorRT does not say why"
 
 
 @dataclass

@@ -139,6 +139,7 @@ class Weights:
     Attributes:
         names: of all tensors that are no scales.
         quantized: weight -> "NVFP4" or "FP8", of those that are.
+        kv_scales: scales of an FP8 KV cache, which nothing here has.
     """
 
     def __init__(self, checkpoint: str | Path, config: ModelConfig, allow: Sequence[str] = ()):
@@ -218,10 +219,12 @@ class Weights:
         return self._header(name).get_dtype()
 
     def check_scales(self) -> None:
-        """Reads the scales of every quantised weight. CheckpointError at the first that is wrong."""
+        """Reads the scales of all quantised weights and of the KV cache. CheckpointError at the first that is wrong."""
         for name in self.quantized:
             for part in self.tensors(name)[1:]:
                 self._scale(part)
+        for name in self.kv_scales:
+            self._scale(name)
 
     def _header(self, name: str):
         return self._files[self._file_of[name]].get_slice(name)
@@ -256,12 +259,13 @@ class Weights:
     def _check(self, expected: Shapes) -> None:
         """Names, shapes and dtypes. Notes which weights are quantised."""
         accepted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-        optional = dict.fromkeys(
-            name.replace("_proj.weight", "_proj." + scale)  # of an FP8 KV cache
+        self.kv_scales = [
+            scale
             for name in expected
-            for scale in ("k_scale", "v_scale")
-            if name.endswith(f".{scale[0]}_proj.weight")
-        )
+            if (found := re.fullmatch(r"(.*\.)([kv])_proj\.weight", name))
+            and (scale := f"{found[1]}{found[2]}_proj.{found[2]}_scale") in self._file_of
+        ]
+        optional = dict.fromkeys(self.kv_scales)
         for name, shape in expected.items():
             accepted[name] = shape, DTYPES
             if name not in self._file_of or len(shape) != 2 or (kind := FORMATS.get(self.dtype(name))) is None:

@@ -95,6 +95,15 @@ __device__ inline uint32_t pack_e4m3(const float (&value)[4]) {
 #endif
 }
 
+// The code of a value, as Format::code has it, without branches.
+template <typename Format>
+__device__ inline uint32_t code_of(float value) {
+  // Times 2^-126 the bits of a code's magnitude are the code. Adding 0 turns -0 into 0.
+  const float magnitude = mul_rn(nearest<Format>(bits_float(magnitude_bits(value))), 0x1p-126f);
+  return float_bits(add_rn(value, 0.0f)) >> 31 << (2 + Format::kMantissaBits) |
+         float_bits(magnitude) >> (23 - Format::kMantissaBits);
+}
+
 // 16 bits.
 __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
 #ifdef REPLAYSSM_CVT_E2M1
@@ -107,8 +116,8 @@ __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
         "f"(add_rn(value[3], 0.0f)));
   return codes;
 #else
-  return float_to_e2m1(value[0]) | float_to_e2m1(value[1]) << 4 | float_to_e2m1(value[2]) << 8 |
-         float_to_e2m1(value[3]) << 12;
+  return code_of<Nvfp4>(value[0]) | code_of<Nvfp4>(value[1]) << 4 | code_of<Nvfp4>(value[2]) << 8 |
+         code_of<Nvfp4>(value[3]) << 12;
 #endif
 }
 
@@ -117,7 +126,7 @@ __device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
   uint32_t upper = 0, low = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t code = float_to_e2m2(value[i]);
+    const uint32_t code = code_of<E2m2>(value[i]);
     upper |= code >> 1 << 4 * i;
     low |= (code & 1u) << i;
   }
@@ -125,6 +134,17 @@ __device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
 }
 
 // ---- stochastically ------------------------------------------------------------------------------------------------
+
+// float_to_fp16_sr without branches.
+__device__ inline uint32_t fp16_sr_code(float value, uint32_t random13) {
+  const uint32_t magnitude = magnitude_bits(value);
+  // Below 2^-14 in units of 2^-37: what a float from there to 2^-13 is made of, so that adding cuts off the rest.
+  const bool small = magnitude < 0x38800000u;
+  const uint32_t shifted = small ? float_bits(__fadd_rz(bits_float(magnitude), 0x1p-14f)) : magnitude;
+  const uint32_t code = ((shifted + random13) >> 13) - ((small ? 113u : 112u) << 10);
+  const uint32_t sign = float_bits(value) >> 16 & 0x8000u;
+  return sign | (magnitude > kInfinityBits ? 0x7e00u : min(code, 0x7c00u));
+}
 
 // `random` is a word of rounding_words: columns 2k and 2k + 1 of a draw take word k.
 __device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t random) {
@@ -135,8 +155,7 @@ __device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t rand
     return pair;
   }
 #endif
-  return float_to_fp16_sr(first, random & 0x1fffu) |
-         static_cast<uint32_t>(float_to_fp16_sr(second, random >> 16 & 0x1fffu)) << 16;
+  return fp16_sr_code(first, random & 0x1fffu) | fp16_sr_code(second, random >> 16 & 0x1fffu) << 16;
 }
 
 // The 8 columns of a draw.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, fold.cu), and the instructions
-// that it takes:
+// Folding records into a state on tensor cores, for the kernels that do it (step_mma.cu, step_read.cu, fold.cu), and
+// the instructions that it takes:
 //
 //     S <- exp(e(0,h)) S + sum_{j=1..h} (delta_j exp(e(j,h))) x_j (outer) B_j,    e(j,h) = a_{j+1} + ... + a_h
 //
@@ -9,7 +9,7 @@
 // every block of columns, the t-th kVec: the order of a product's columns is free, so that what vector loads bring is
 // the operand, and the sum lies where the state does. The sum over 8 records is formed by mma.m16n8k8 in TF32, B exact
 // and weight times x split in two, and added to the state by one rounding. Records are newest first. A sum's order
-// depends on h alone: the same records give the same bits in both files.
+// depends on h alone: the same records give the same bits in all files.
 #pragma once
 
 #include "common.cuh"
@@ -92,11 +92,12 @@ __device__ inline void pick_columns(const Staged* source, int odd, float (&value
 }
 
 // state <- decay state + sum_i weight_i x_i (outer) B_i over h records, for kPart blocks of 4 lanes' kVec columns of a
-// slice. x: the lane's rows of record 0, records kSliceWidth apart; B: record 0 at the first of the blocks, records
+// slice. x: the lane's rows of record 0, records x_stride apart; B: record 0 at the first of the blocks, records
 // kStride apart. From record h to a multiple of 8 all three hold zeros.
 template <int kPart, int kVec, typename Staged>
 __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged* x, const Staged* B,
-                                   const float* weight, float decay, int h, int lane, uint32_t mask) {
+                                   const float* weight, float decay, int h, int lane, uint32_t mask,
+                                   int x_stride = kSliceWidth) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int first = 0; first < h; first += 8) {
@@ -104,7 +105,7 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged*
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int record = first + half * 4 + t;
-      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * kSliceWidth));
+      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * x_stride));
       const float v = weight[record];
       scaled[2 * half] = __fmul_rn(v, pair.x);
       scaled[2 * half + 1] = __fmul_rn(v, pair.y);

@@ -245,5 +245,15 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
                            const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log);
 cudaError_t load_step_mma_kernels();
 
+// ---- step from quantised states on tensor cores (step_read.cu) ------------------------------------------------------
+
+// Whether these kernels take the pool's steps; if not fused, rows flagged FLUSH must have been folded before.
+bool has_step_read(const Problem& problem);
+inline bool has_fused_step_read(const Problem& problem) {
+  return has_step_read(problem) && problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
+}
+replayssm_status step_read(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
+cudaError_t load_step_read_kernels();
+
 }  // namespace cuda
 }  // namespace replayssm

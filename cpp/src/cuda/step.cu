@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step, for what the tensor-core kernels (step_mma.cu) don't take.
+// step, for what the tensor-core kernels (step_mma.cu, step_read.cu) don't take.
 //
 // It computes the outputs of a row's T new tokens from the checkpoint S and the records j = 1..h+T (h of history, T
 // new), without forming a state:
@@ -489,6 +489,9 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
   if (has_step_mma(problem)) {
     return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
   }
+  if (has_fused_step_read(problem)) {
+    return step_read(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
+  }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
   // own, and the rows that flushed read what it left in the L2.
   const bool quantised =
@@ -499,6 +502,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
     if (status != REPLAYSSM_OK) return status;
   }
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || quantised);
+  if (has_step_read(problem)) return step_read(exec, params, rows);
   const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
                           args.max_count);
   return with_read_format(problem.config, [&](auto stored) {
@@ -509,6 +513,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 
 cudaError_t load_step_kernels() {
   cudaError_t error = load_step_mma_kernels();
+  if (error == cudaSuccess) error = load_step_read_kernels();
   replayssm_config config{};
   for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4,
                         REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {

@@ -26,7 +26,6 @@ _OWN = {
 _REFUSED = {
     "--speculative_decoding_mode": "RNN based model doesn't support speculative decoding",
     "--max_draft_len": "RNN based model doesn't support speculative decoding",
-    "--multiple_profiles": "not tried with plugins of this package",
     "--max_prompt_embedding_table_size": "the model class has no prompt tuning",
     "--lora_dir": "the model class has no LoRA",
 }

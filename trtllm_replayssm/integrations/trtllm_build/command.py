@@ -21,20 +21,16 @@ def add_commands(commands, window) -> None:
     converting.add_argument("--output", required=True, metavar="DIR", help="the checkpoint to make")
     converting.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer; default: 1")
     converting.add_argument("--pp", type=int, default=1, metavar="N", help="stages of layers; default: 1")
-    converting.add_argument("--window", type=window, default="auto", metavar="N", help="as for generate")
-    converting.add_argument(
-        "--checkpoint-format",
-        default="fp32",
-        metavar="FORMAT",
-        help=f"of the states that ReplaySSM keeps: {', '.join(_core.CHECKPOINT_FORMATS)}; default: fp32",
+    state = converting.add_argument_group(
+        "how states are kept; default: as the checkpoint's config.json says, if it does"
     )
-    converting.add_argument(
-        "--read-copy",
-        default="none",
-        metavar="FORMAT",
-        help=f"that steps read instead: {', '.join(_core.READ_COPY_FORMATS)}; default: none",
-    )
-    converting.add_argument("--seed", type=int, default=0, metavar="N", help="of stochastic rounding; default: 0")
+    state.add_argument("--window", type=window, metavar="N", help="as for generate")
+    for name, default, formats in (
+        ("checkpoint-format", "fp32", _core.CHECKPOINT_FORMATS),
+        ("read-copy", "none", _core.READ_COPY_FORMATS),
+    ):
+        state.add_argument(f"--{name}", metavar="FORMAT", help=f"{', '.join(formats)}; default: {default}")
+    state.add_argument("--seed", type=int, default=0, metavar="N", help="of stochastic rounding; default: 0")
     converting.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     model = commands.add_parser("trtllm-model-file", help="print the path for trtllm-build's --model_cls_file")

@@ -16,6 +16,7 @@ import torch
 
 from ... import ReplayConfig
 from ...builder.engine_config import ACTIVATIONS
+from ...builder.layer_plan import recommended
 from ...runtime.model_config import CheckpointError, ModelConfig
 from ...runtime.weights import Weights
 from .quantized_shards import CONFIG as QUANT_CONFIG
@@ -40,9 +41,9 @@ def convert(
     *,
     tp: int = 1,
     pp: int = 1,
-    window: int | str = "auto",
-    checkpoint_format: str = "fp32",
-    read_copy: str = "none",
+    window: int | str | None = None,
+    checkpoint_format: str | None = None,
+    read_copy: str | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Converted:
@@ -51,7 +52,8 @@ def convert(
 
     Args:
         tp, pp: ranks that share each layer, stages of layers.
-        window, checkpoint_format, read_copy, seed: ReplayConfig's `window`, `checkpoint`, `read_copy`, `seed`.
+        window, checkpoint_format, read_copy, seed: ReplayConfig's `window`, `checkpoint`, `read_copy`, `seed`; None: as
+            the source's config.json recommends, else its default.
         progress: called with a phase, steps done, steps in all.
 
     Raises:
@@ -62,13 +64,14 @@ def convert(
     """
     source, output = Path(checkpoint), Path(output)
     model = ModelConfig.read(source)
+    given = {"window": window, "checkpoint": checkpoint_format, "read_copy": read_copy}
+    known = recommended(source)
+    chosen = {name: known.get(name) if value is None else value for name, value in given.items()}
     replay = ReplayConfig(
-        window=window,
         max_step_tokens=1,
-        checkpoint=checkpoint_format,
-        read_copy=read_copy,
         activation=ACTIVATIONS[model.dtype],
         seed=seed,
+        **{name: value for name, value in chosen.items() if value is not None},
     )
     try:
         target = TensorRtLlmCheckpoint(model, replay, Parallelism(tp, pp))

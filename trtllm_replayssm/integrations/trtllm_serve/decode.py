@@ -28,6 +28,7 @@ from .probe import Mismatch
 from .settings import Settings
 from .shadow import Shadow
 
+_PROMOTED_BYTES = 64 << 20  # of convolution windows on their way
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -57,6 +58,9 @@ class ReplayDecoder:
         first_head: index of this rank's head 0 among all ranks' heads.
         settings: the user's.
 
+    Attributes:
+        known: ids of the running requests whose prompts were processed here.
+
     Raises:
         Mismatch: states that ReplaySSM can't continue from, or too many drafts.
     """
@@ -64,11 +68,11 @@ class ReplayDecoder:
     def __init__(self, states: States, step_tokens: int, rounding: bool, first_head: int, settings: Settings):
         self.states = states
         self.pool = _pool(states, step_tokens, rounding, first_head, settings)
+        self.known: set[int] = set()
         self._plan_memory = self._memory(self.pool.num_slots)
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None
         self._slots = self._first = None  # of the planned rows: their slots, and the first row of the same slot
-        self._promote = torch.compile(_promote, dynamic=True) if states.conv.is_cuda else _promote
         self.shadow = Shadow(self.pool, settings.shadow) if settings.shadow else None
 
     @property
@@ -120,7 +124,7 @@ class ReplayDecoder:
         plan, self._plan = self._plan, None
         accepted = accepted[num_contexts : num_contexts + plan.rows].to(torch.int32).contiguous()
         self.pool.commit(plan, accepted)
-        self._promote(self.states.conv, self.states.windows, self._slots, self._first, accepted)
+        _promote(self.states.conv, self.states.windows, self._slots.long(), self._first, accepted.long())
 
     def _begin(self, slots: torch.Tensor, dummies: torch.Tensor | None, tokens: int):
         self._settle()
@@ -189,5 +193,10 @@ def _pool(states: States, step_tokens: int, rounding: bool, first_head: int, set
 
 
 def _promote(conv, windows, slots, first, accepted):
-    """conv[slot] = the row's window after its last accepted token. Rows of one slot all write what the first has."""
-    conv[:, slots] = windows[:, first, accepted[first] - 1]
+    """conv[slot] = the row's window after its last accepted token. Rows of one slot all write what the first has. As
+    many layers at once as their windows are small: a copy is made on the way.
+    """
+    last = accepted[first] - 1
+    layers = max(1, _PROMOTED_BYTES // max(1, len(slots) * conv[0, 0].nbytes))
+    for into, out_of in zip(conv.split(layers), windows.split(layers), strict=True):
+        into[:, slots] = out_of[:, first, last]

@@ -8,7 +8,8 @@ Patched, each by name (upstream.json):
 - the cache manager's constructor: makes the rings before the KV pool takes the rest of the memory, so that they are
   counted, and leaves out the per-draft states (`intermediate_ssm`), which nothing reads any more;
 - its update_mamba_states: commits, and promotes the convolution window;
-- its prepare_resources and shutdown: look at the error word, tell the traffic.
+- its prepare_resources and shutdown: find requests whose prompt was processed elsewhere, look at the error word, tell
+  the traffic.
 
 A manager is touched only where mixers of ours were built; other hybrid models in the process stay stock.
 """
@@ -254,15 +255,17 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
                 self.mamba_cache = _with_windows(self.mamba_cache, rows, drafts + 1)
             states = _states_of(self)
             decoder = None
-            if len(states.ssm):  # a pipeline rank may have attention layers only
+            if len(states.ssm):
                 states.conv.zero_()  # padding requests read slots that no prompt has filled
+                states.ssm.zero_()
                 rounding = bool(given.get("mamba_ssm_stochastic_rounding"))
                 decoder = ReplayDecoder(states, (drafts or 0) + 1, rounding, _first_head(given, states), settings)
                 _tell(decoder)
         except Mismatch as error:
             _refuse(settings, error)
-            stock(self, *arguments, **named)
             decoder = None
+        if decoder is None:  # refused, or a pipeline rank of attention layers only
+            stock(self, *arguments, **named)
         setattr(self, _DECODER, decoder)
         return None
 
@@ -312,19 +315,45 @@ def _update_mamba_states(stock):
 
 
 def _prepare_resources(stock, settings: Settings):
-    """On the host, outside of CUDA graphs, every step: sometimes the place to look at what the device has reported."""
+    """Every step, on the host, outside of CUDA graphs."""
     steps = 0
 
     @wraps(stock)
-    def prepare_resources(self, *arguments, **named):
+    def prepare_resources(self, scheduled_batch, *arguments, **named):
         nonlocal steps
+        result = stock(self, scheduled_batch, *arguments, **named)
         decoder = getattr(self, _DECODER, None)
-        steps += 1
-        if decoder is not None and settings.check and steps % settings.check == 0:
-            _check(decoder)
-        return stock(self, *arguments, **named)
+        if decoder is not None:
+            steps += 1
+            _adopt_strangers(self, decoder, scheduled_batch)
+            if settings.check and steps % settings.check == 0:
+                _check(decoder)
+        return result
 
     return prepare_resources
+
+
+def _adopt_strangers(holder, decoder: ReplayDecoder, scheduled_batch):
+    """Requests that decode here without ever having been a context here (disaggregated serving): their states lie in
+    the manager's tensors already.
+    """
+    slots = holder.mamba_cache_index
+    decoder.known.intersection_update(slots)
+    decoder.known.update(request.py_request_id for request in scheduled_batch.context_requests)
+    strangers = [
+        request.py_request_id
+        for request in scheduled_batch.generation_requests
+        if request.py_request_id not in decoder.known and not getattr(request, "is_dummy", False)
+    ]
+    if not strangers:
+        return
+    text = "whose prompt was not processed here: its state is taken from the manager as it lies there"
+    logger.warning(f"ReplaySSM: request {strangers[0]} decodes {text} (this is said for the first of a step)")
+    decoder.known.update(strangers)
+    taken = torch.tensor([slots[name] for name in strangers], dtype=torch.int32, device=decoder.pool.device)
+    decoder.adopt(taken)
+    for layer in range(decoder.num_layers):
+        decoder.refresh(layer, taken)
 
 
 def _check(decoder: ReplayDecoder):

@@ -25,6 +25,11 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """The gate only. Profile A's kernels have gated already and give no z."""
 
+    is_nvfp4 = False
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
     def forward(self, out, z=None):
         return out if z is None else (out.float() * nn.functional.silu(z.float())).to(out.dtype)
 
@@ -191,20 +196,19 @@ class MixerBase(nn.Module):
 
 
 class Mamba2Metadata:
-    """Mamba2Metadata, as far as the mixer reads it; `state_indices` in C only."""
+    """As far as mixers read it; `state_indices` in C only."""
 
     def __init__(self, max_batch_size, chunk_size, has_indices=False):
-        self.state_indices = torch.zeros(max_batch_size, dtype=torch.int32) if has_indices else None
-        if not has_indices:
-            del self.state_indices
+        if has_indices:
+            self.state_indices = torch.zeros(max_batch_size, dtype=torch.int32)
 
     def prepare(self, attn_metadata):
-        contexts = attn_metadata.num_contexts
-        lengths = attn_metadata.seq_lens_cuda[:contexts]
-        self.cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-        self.seq_idx = torch.repeat_interleave(torch.arange(contexts), lengths)[None]
+        contexts, lengths = attn_metadata.num_contexts, attn_metadata.seq_lens_cuda
+        lengths, device = lengths[: attn_metadata.num_contexts], lengths.device
+        self.cu_seqlens = torch.cat([torch.zeros(1, device=device), lengths.cumsum(0)]).int()
+        self.seq_idx = torch.repeat_interleave(torch.arange(contexts, device=device), lengths)[None]
         cached = attn_metadata.kv_cache_params.num_cached_tokens_per_seq[:contexts]
-        self.has_initial_states = torch.tensor(cached) > 0
+        self.has_initial_states = torch.tensor(cached, device=device) > 0
         self.use_initial_states = bool(self.has_initial_states.any())
         self.chunk_indices = self.chunk_offsets = None
         if hasattr(self, "state_indices"):
