@@ -85,6 +85,10 @@ class Launched:
                 env={**os.environ, name: value, "OMP_NUM_THREADS": "1", **environment},
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),
             )
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while not (pids := children.read_text().split()):  # `timeout` is about to start it
+            time.sleep(0.01)
+        self.launcher = int(pids[0])
 
     def __enter__(self) -> Launched:
         deadline = time.monotonic() + 60
@@ -112,7 +116,7 @@ class Launched:
         deadline = time.monotonic() + seconds
         while True:
             left = [" ".join(command) for command in self.processes().values()]
-            left += map(str, Path("/dev/shm").glob(f"replayssm_{self.launcher_pid()}_*"))
+            left += map(str, Path("/dev/shm").glob(f"replayssm_{self.launcher}_*"))
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.05)
@@ -129,13 +133,6 @@ class Launched:
             except OSError:
                 continue
         return found
-
-    def launcher_pid(self) -> int:
-        """Of the Python below `timeout`; remembered, since it may be gone."""
-        if not hasattr(self, "_launcher"):
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            self._launcher = int(children.read_text().split()[0]) if children.exists() else 0
-        return self._launcher
 
     def pid_of(self, program: str) -> int:
         """Of tritonserver or triton_python_backend_stub."""

@@ -20,8 +20,10 @@ from trtllm_replayssm.integrations.triton_server.repository import write_model
 from trtllm_replayssm.integrations.triton_server.settings import Settings
 from trtllm_replayssm.runtime import SamplingParams
 
-from .serving import TINY, Launched, ended, server_python, write_repository
+from .serving import DEADLINE, TINY, Launched, ended, server_python, write_repository
 from .solo import solo
+
+pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 PROMPT = PROMPTS[0]
 # Steps of 15 drafts each, one pass of the MTP head after the other: slow enough to be counted from outside.
@@ -87,6 +89,17 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(slow, front):
     assert slow.left() == []
 
 
+def test_streams_that_stay_open_do_not_keep_it_alive(tmp_path):
+    """tritonserver itself would wait for ever."""
+    with Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1") as server:
+        with Client(server.grpc) as client:
+            client.generate(PROMPT, sampling_param_max_tokens=1)
+            server.process.terminate()
+            assert server.wait() == 1
+        assert server.left() == []
+    assert "connections stayed open: tritonserver was killed" in (tmp_path / "log").read_text()
+
+
 def test_kill_9_and_restart(tmp_path):
     """The server's ports and shared memory are free again, whoever was killed."""
     repository = write_repository(tmp_path / "models", **SLOW)
@@ -97,7 +110,7 @@ def test_kill_9_and_restart(tmp_path):
             with Client(server.grpc) as client:
                 answers = client.stream(PROMPT, sampling_param_max_tokens=480, streaming=True)
                 next(answers)
-                os.kill(server.launcher_pid() if victim == "launcher" else server.pid_of(victim), signal.SIGKILL)
+                os.kill(server.launcher if victim == "launcher" else server.pid_of(victim), signal.SIGKILL)
                 client.close(cancel=True)
             assert server.wait() == (1 if victim == "tritonserver" else -signal.SIGKILL)
             assert server.left(15) == []

@@ -18,8 +18,10 @@ from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.interface import ENSEMBLE, LLMAPI
 from trtllm_replayssm.runtime import SamplingParams
 
-from .serving import SOAK, Launched, ended, write_repository
+from .serving import DEADLINE, SOAK, Launched, ended, write_repository
 from .solo import assert_solo, solo
+
+pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 PROMPT = PROMPTS[0]
 SHORT = SamplingParams(max_tokens=8)
@@ -272,7 +274,7 @@ def test_memory_is_flat(server):
 
         before = ask(min(SOAK // 2, 1000))
         after = ask(SOAK - min(SOAK // 2, 1000))
-    shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"replayssm_{server.launcher_pid()}_*")) / 2**20
+    shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"replayssm_{server.launcher}_*")) / 2**20
     print(f"{SOAK} requests: resident MiB of server and stub {before} -> {after}, shared {shared:.1f} MiB")
     assert all(late - early < 4 for early, late in zip(before, after, strict=True))
     assert shared <= 4  # two models, and what prompts of 1 MB made them grow by

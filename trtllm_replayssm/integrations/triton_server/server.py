@@ -23,6 +23,7 @@ from pathlib import Path
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 _GRACE_SECONDS = 5.0
 _OURS = "replayssm_"
+_LIMITS = ("max_tokens", "sampling_param_max_tokens")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -137,7 +138,8 @@ class Address:
     @property
     def reachable(self) -> str:
         """The host for connections from this machine."""
-        return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
 
 
 class Server:
@@ -307,8 +309,7 @@ class Server:
         inputs = {each["name"] for each in self._json(f"/v2/models/{model}/config")["input"]}
         if "text_input" not in inputs:
             return None
-        limit = next(name for name in ("max_tokens", "sampling_param_max_tokens") if name in inputs)
-        return {"text_input": "a", limit: 1}
+        return {"text_input": "a", **{name: 1 for name in _LIMITS if name in inputs}}
 
     def metrics(self) -> dict[str, float]:
         """What the models of this package say on the metrics page, by name and labels."""
