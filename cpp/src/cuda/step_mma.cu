@@ -28,54 +28,83 @@
 #include <algorithm>
 
 #include "head_state.cuh"
+#include "pipeline.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
+#ifndef STEP_PREP
+#define STEP_PREP 2
+#endif
+#ifndef STEP_CONSUMERS
+#define STEP_CONSUMERS 7
+#endif
+#ifndef STEP_SHARED
+#define STEP_SHARED kSharedLimit
+#endif
+#ifndef STEP_HEADS
+#define STEP_HEADS 4
+#endif
+#ifndef STEP_ENOUGH
+#define STEP_ENOUGH 2112
+#endif
+#ifndef STEP_PDL
+#define STEP_PDL 1
+#endif
+constexpr int kPrepWarps = STEP_PREP, kConsumers = STEP_CONSUMERS;
+constexpr int kStepThreads = 32 * (1 + kPrepWarps + kConsumers);
+constexpr int kCtasPerSm = 2;
 constexpr int kTile = 8;  // tokens in a product
+constexpr int kMaxHeads = STEP_HEADS;
+constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
+constexpr int kBarrierBytes = round_up((3 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
 
 struct MmaParams {
   ScanParams scan;
   int heads_per_group, slices;  // slices a head
-  int heads, chunks;            // heads a CTA, CTAs a group
+  int heads, chunks;            // heads a job, jobs a group
+  int num_jobs;
+  int max_tokens;
+  int job_buffers, stages;
   bool flush_only;              // the flush op: no tokens
   bool paired;                  // outputs can be stored two at a time
   uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
 };
 
-// Shared memory of a CTA; offsets in bytes, strides in floats. Records of the history are newest first.
-struct MmaShared {
+// The shared memory of a job; offsets in bytes, strides in floats. Records of the history are newest first.
+struct JobLayout {
   int g_stride, v_stride, u_stride;  // of a record of B^T C and of u; of a head of v; of a head of u
-  int b_new, c, query, g, g_new;     // B of the history is at 0
-  int delta, step, rate, skip, v, u, decay, token_decay;  // of each head
-  int warp, history_rows, x_rows, x, warp_bytes;          // a warp's part: state at 0; x [2][history_rows + tokens][16]
+  int b, b_new, c, query, g, g_new;  // the info is at 0
+  int delta, v, u, decay, token_decay;  // of each head
   int bytes;
 
-  __host__ __device__ constexpr MmaShared(int window, int tokens, int heads, int query_stride, int state_bytes)
+  __host__ __device__ constexpr JobLayout(int window, int tokens, int heads, int query_stride)
       : g_stride(round_up(tokens, kTile)),
         v_stride(round_up(window, 32)),
         u_stride(tokens * g_stride),
-        b_new(round_up(window, 8) * kStride * 2),
+        b(80),
+        b_new(b + round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
         query(c + tokens * kStride * 2),
         g(query + tokens * query_stride * 4),
         g_new(g + round_up(window, 16) * g_stride * 4),
         delta(g_new + u_stride * 4),
-        step(delta + heads * window * 4),
-        rate(step + heads * tokens * 4),
-        skip(rate + heads * 4),
-        v(skip + heads * 4),
+        v(delta + heads * window * 4),
         u(round_up(v + heads * v_stride * 4, 8)),
         decay(u + heads * u_stride * 4),
         token_decay(round_up(decay + heads * 4, 8)),
-        warp(round_up(token_decay + heads * g_stride * 4, 16)),
-        history_rows(round_up(window, 8)),
-        x_rows(history_rows + tokens),
+        bytes(round_up(token_decay + heads * g_stride * 4, 16)) {}
+};
+
+// Of a stage: a slice of the state at 0, and x [history_rows + tokens][16] of its rows.
+struct StageLayout {
+  int history_rows, x, bytes;
+
+  __host__ __device__ constexpr StageLayout(int window, int tokens, int state_bytes)
+      : history_rows(round_up(window, 8)),
         x(state_bytes),
-        warp_bytes(x + 2 * x_rows * kSliceWidth * 2),
-        bytes(warp + kWarps * warp_bytes) {}
+        bytes(round_up(x + (history_rows + tokens) * kSliceWidth * 2, 128)) {}
 };
 
 // ---- instructions --------------------------------------------------------------------------------------------------
@@ -95,26 +124,6 @@ __device__ inline void multiply_pairs(float (&d)[4], uint32_t a0, uint32_t a1, u
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
-}
-
-// 16 bytes to shared memory, asynchronously. The rest of the line, which is wanted next, comes to the L2.
-__device__ inline void request_16_bytes(void* target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-               "l"(source)
-               : "memory");
-}
-__device__ inline void request_4_bytes(void* target, const void* source) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-      "l"(source)
-      : "memory");
-}
-// Requests are awaited in groups, in order: all but the last kLater.
-__device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLater>
-__device__ inline void await_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
 // Eight elements of an input. A loop, so that the common case does not pay for the other.
@@ -138,7 +147,6 @@ struct Slice {
   static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
   static constexpr int kBytes = kSliceWidth * kRowBytes;
   static constexpr int kBlocks = kRowBytes / 64;              // of 4 lanes' 16 bytes
-  static constexpr int kDepth = sizeof(Stored) == 4 ? 1 : 2;  // slices of a warp on their way at a time
   // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
   static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
 
@@ -205,7 +213,7 @@ struct Slice {
     const int g = lane / 4, t = lane % 4;
     const RoundingKey key = owner.key();
     bool finite = true;
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < kBlocks; part += kPart) {
       float state[2][kPart][kVec];
 #pragma unroll
@@ -221,347 +229,491 @@ struct Slice {
           const uint4 folded = pack_plain<Stored>(owner, key, p + row, column, state[i][b]);
           finite = finite && is_finite<Stored>(folded);
           piece(part + b, i) = folded;
-          *reinterpret_cast<uint4*>(target + row * kMaxStateDim + column) = folded;
+          __stwb(reinterpret_cast<uint4*>(target + row * kMaxStateDim + column), folded);
         }
     }
     if (!finite) owner.report_not_finite();
   }
 };
 
-static_assert(MmaShared(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride,
-                        Slice<float>::kDepth* Slice<float>::kBytes)
-                  .bytes <= kSharedLimit);
-
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
+// What the consumers have to know of a job.
+struct JobInfo {
+  uint64_t stream;
+  int64_t writes;
+  int32_t row, slot, first_token, tokens, h, ring_row, first_head;
+  int32_t items;  // 0: nothing to do
+  bool fold, stored_before;
+};
+
+struct Job {
+  int row, group, chunk;
+  replayssm_plan_row plan;
+
+  __device__ Job(const MmaParams& params, int index)
+      : row(index / params.chunks / params.scan.problem.geometry.num_groups),
+        group(index / params.chunks % params.scan.problem.geometry.num_groups),
+        chunk(index % params.chunks),
+        plan(params.scan.planned[row]) {}
+
+  __device__ bool is_live(const MmaParams& params, bool reporter) const {
+    const replayssm_scan_args& args = params.scan.args;
+    const int window = params.scan.problem.config.window;
+    if (params.flush_only) {  // step refuses and reports a history beyond the window
+      return plan.slot >= 0 && (plan.flags & REPLAYSSM_ROW_FLUSH) && plan.history <= window;
+    }
+    return admit(plan, row, args.num_tokens, args.max_count, window, false, params.scan.error,
+                 reporter && group == 0 && chunk == 0) &&
+           plan.count > 0;
+  }
+  __device__ int tokens(const MmaParams& params) const { return params.flush_only ? 0 : plan.count; }
+  // Records of history to stage.
+  __device__ int records(const MmaParams& params) const {
+    return (plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed ? 0 : plan.history;
+  }
+  __device__ bool stored_before(const MmaParams& params) const {
+    return !(plan.flags & REPLAYSSM_ROW_EMPTY) || ((plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed);
+  }
+  __device__ int first_head(const MmaParams& params) const {
+    return group * params.heads_per_group + chunk * params.heads;
+  }
+  __device__ int heads(const MmaParams& params) const {
+    return min(params.heads, params.heads_per_group - chunk * params.heads);
+  }
+};
+
+// A CTA's shared memory and jobs.
 template <typename Stored, typename Staged>
-__global__ __launch_bounds__(kThreads, 4) void step_mma_kernel(const __grid_constant__ MmaParams params) {
+struct Cta {
   using State = Slice<Stored>;
-  const Problem& problem = params.scan.problem;
-  const replayssm_scan_args& args = params.scan.args;
-  constexpr int N = kMaxStateDim;
-  const int P = problem.geometry.head_dim, R = problem.ring_rows, window = problem.config.window;
-  // The shuffle tells the compiler that a warp has one index, so that it sees no divergence in the loop over its items.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int chunk = blockIdx.x % params.chunks;
-  const int state_group = blockIdx.x / params.chunks % problem.geometry.num_groups;
-  const int row_index = blockIdx.x / params.chunks / problem.geometry.num_groups;
+  static constexpr int N = kMaxStateDim;
+  static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
 
-  const replayssm_plan_row row = params.scan.planned[row_index];
-  const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
-  if (params.flush_only) {
-    if (row.slot < 0 || !flagged || row.history > window) return;  // step refuses and reports the last
-  } else if (!admit(row, row_index, args.num_tokens, args.max_count, window, false, params.scan.error,
-                    state_group == 0 && chunk == 0 && threadIdx.x == 0) ||
-             row.count == 0) {
-    return;
-  }
-  const int T = params.flush_only ? 0 : row.count, max_tokens = params.flush_only ? 0 : args.max_count;
-  const bool fold = flagged && !params.scan.flushed;
-  const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
-  const int history = fold ? 0 : h;                                // that outputs see
-  const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
+  const MmaParams& params;
+  const JobLayout layout;
+  const StageLayout stage_layout;
+  char *job_buffers, *stages;
+  Barrier *known, *ready, *released;  // of each job buffer
+  Barrier *full, *empty;              // of each stage
+  int lane;
 
-  const int first_head = state_group * params.heads_per_group + chunk * params.heads;
-  const int heads = min(params.heads, params.heads_per_group - chunk * params.heads);
-  const int items = heads * params.slices;  // of the CTA; this warp's are warp, warp + kWarps, ...
+  __device__ Cta(const MmaParams& params, char* shared)
+      : params(params),
+        layout(params.scan.problem.config.window, params.max_tokens, params.heads, State::kQueryStride),
+        stage_layout(params.scan.problem.config.window, params.max_tokens, State::kBytes),
+        job_buffers(shared + kBarrierBytes),
+        stages(job_buffers + params.job_buffers * layout.bytes),
+        known(reinterpret_cast<Barrier*>(shared)),
+        ready(known + kMaxJobBuffers),
+        released(ready + kMaxJobBuffers),
+        full(released + kMaxJobBuffers),
+        empty(full + kMaxStages),
+        lane(threadIdx.x % 32) {}
 
-  extern __shared__ __align__(16) char shared[];
-  const MmaShared layout(window, max_tokens, params.heads, State::kQueryStride, State::kDepth * State::kBytes);
-  auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
-  Staged* const B = reinterpret_cast<Staged*>(shared);
-  Staged* const new_B = reinterpret_cast<Staged*>(shared + layout.b_new);
-  Staged* const C = reinterpret_cast<Staged*>(shared + layout.c);
-  float* const query = floats_at(layout.query);               // C in float32
-  float* const products = floats_at(layout.g);                // B^T C of the history, [h][g_stride]
-  float* const new_products = floats_at(layout.g_new);        // of the new tokens
-  float* const delta = floats_at(layout.delta);               // [heads][window]
-  float* const steps = floats_at(layout.step);                // [heads][tokens]
-  float* const rates = floats_at(layout.rate);                // [heads]
-  float* const skips = floats_at(layout.skip);                // [heads]
-  float* const v = floats_at(layout.v);                       // [heads][v_stride]
-  float* const u = floats_at(layout.u);                       // [heads][tokens][g_stride]
-  float* const decays = floats_at(layout.decay);              // [heads]
-  float* const token_decays = floats_at(layout.token_decay);  // [heads][g_stride]
-  char* const own = shared + layout.warp + warp * layout.warp_bytes;
-  Staged* const x = reinterpret_cast<Staged*>(own + layout.x);
-
-  // 1. What the first items need from memory, the longest first, then what the CTA needs. Lane 2s + k moves half k of
-  // token s of x.
-  Stored* checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, row.slot)) +
-                       (static_cast<int64_t>(first_head) * P + warp * kSliceWidth) * N;
-  auto state_of = [&](int turn) { return State{own + turn % State::kDepth * State::kBytes, lane}; };
-  auto request_state = [&](int ahead, int turn, int item) {
-    if (stored_before && item + ahead * kWarps < items) {
-      state_of(turn + ahead).request(checkpoint + ahead * kWarps * kSliceWidth * N);
-    }
-    close_group();
-  };
-  if (!stored_before) {
-    for (int turn = 0; turn < State::kDepth; ++turn) state_of(turn).clear();
-  }
-  request_state(0, 0, warp);
-
-  const int64_t first_token = row.first_token;
-  const int token_bits = T > 1 ? 32 - __clz(T - 1) : 0, num_steps = T > 0 ? heads << token_bits : 0;
-  auto load_step = [&](int i) {
-    const int s = i & ((1 << token_bits) - 1);
-    if (i >= num_steps || s >= T) return 0u;
-    return load_bits(args.dt.data, args.dt.dtype,
-                     (first_token + s) * args.dt.stride[0] + (first_head + (i >> token_bits)) * args.dt.stride[1]);
-  };
-  const bool has_head = static_cast<int>(threadIdx.x) < heads;
-  uint32_t dt_bits = load_step(threadIdx.x), rate_bits = 0, skip_bits = 0;
-  if (has_head) {
-    rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + threadIdx.x);
-    if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + threadIdx.x);
-  }
-
-  const bool moves_token = lane < 2 * T;
-  const int half_slice = lane % 2 * 8;
-  Staged* const x_ring = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + half_slice;
-  const Staged* const x_in =
-      static_cast<const Staged*>(args.x.data) + (first_token + lane / 2) * args.x.stride[0] + half_slice;
-  auto request_x = [&](int head, int slice, int buffer) {
-    Staged* const target = x + (buffer * layout.x_rows + lane / 2) * kSliceWidth + half_slice;
-    const Staged* const ring = x_ring + head * R * P + slice * kSliceWidth;
+  __device__ void init_barriers(int warp) const {
+    auto init = [&](Barrier* barriers, int count, int arrivals) {
 #pragma unroll 1
-    for (int i = 0; i + lane / 2 < h; i += 16) {
-      int position = row.ring_row - 1 - i - lane / 2;
-      if (position < 0) position += R;
-      request_16_bytes(target + i * kSliceWidth, ring + position * P);
-    }
-    if (moves_token) {
-      request_input(target + layout.history_rows * kSliceWidth, x_in + head * args.x.stride[1] + slice * kSliceWidth,
-                    params.scan.x_aligned);
-    }
-  };
-  int local_head = warp / params.slices, slice = warp % params.slices;
-  if (warp < items) request_x(first_head + local_head, slice, 0);
-
-  Staged* const b_ring =
-      reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + state_group * R * N;
-  constexpr int kParts = N / 8, kRowsAtOnce = kThreads / kParts;
-  const int part_row = threadIdx.x / kParts, part_column = threadIdx.x % kParts * 8;
-#pragma unroll 1
-  for (int i = part_row; i < h; i += kRowsAtOnce) {
-    int position = row.ring_row - 1 - i;
-    if (position < 0) position += R;
-    request_16_bytes(B + i * kStride + part_column, b_ring + position * N + part_column);
-  }
-#pragma unroll 1
-  for (int s = part_row; s < T; s += kRowsAtOnce) {
-    request_input(new_B + s * kStride + part_column,
-                  static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
-                      state_group * args.B.stride[1] + part_column,
-                  params.scan.b_aligned);
-    request_input(C + s * kStride + part_column,
-                  static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
-                      state_group * args.C.stride[1] + part_column,
-                  params.scan.c_aligned);
-  }
-  float* const delta_ring =
-      reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + first_head * R;
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-    for (int i = lane; i < h; i += 32) {
-      int position = row.ring_row - 1 - i;
-      if (position < 0) position += R;
-      request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
-    }
-  }
-  close_group();
-#pragma unroll
-  for (int ahead = 1; ahead < State::kDepth; ++ahead) request_state(ahead, 0, warp);
-
-  if (has_head) {
-    rates[threadIdx.x] = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-    skips[threadIdx.x] = bits_to_float(skip_bits, args.D.dtype);
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_steps; i += kThreads) {
-    const int k = i >> token_bits, s = i & ((1 << token_bits) - 1);
-    if (i >= kThreads) dt_bits = load_step(i);
-    if (s >= T) continue;
-    const float bias = args.dt_bias.data ? load_scalar(args.dt_bias.data, args.dt_bias.dtype, first_head + k) : 0.0f;
-    const float step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bias, args.dt_min, args.dt_max);
-    steps[k * max_tokens + s] = step;
-    delta_ring[k * R + ring_position(row.ring_row, s, R)] = step;
-  }
-  // Rows of zeros up to a multiple of 8 records.
-  const int padding = round_up(h, 8) - h;
-  if (part_row < padding) {
-    *reinterpret_cast<uint4*>(B + (h + part_row) * kStride + part_column) = make_uint4(0, 0, 0, 0);
-  }
-  if (lane < 4 * padding) {
-    const int buffer = lane / 2 % 2, i = h + lane / 4;
-    *reinterpret_cast<uint4*>(x + (buffer * layout.x_rows + i) * kSliceWidth + half_slice) = make_uint4(0, 0, 0, 0);
-  }
-  await_groups<State::kDepth - 1>();
-  __syncthreads();
-
-  // 2. The CTA of the group's first heads appends B to the ring. B^T C, 16 records by 8 tokens at a time; rows and
-  // columns beyond the last repeat it. The weights of a head, but for the products in u.
-#pragma unroll 1
-  for (int s = part_row; s < T; s += kRowsAtOnce) {
-    float value[8];
-    load_shared<8>(C + s * kStride + part_column, value);
-    store_vector<8>(query, REPLAYSSM_FP32, s * State::kQueryStride + part_column, true, value);
-    if (chunk == 0) {
-      *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
-          *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
-    }
-  }
-  const int history_tiles = (history + 15) / 16;
-#pragma unroll 1
-  for (int tile = warp; tile < history_tiles + 1; tile += kWarps) {
-    const bool is_new = tile == history_tiles;
-    const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-    const Staged* const records = is_new ? new_B : B;
-#pragma unroll 1
-    for (int token = 0; token < T; token += kTile) {
-      const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-      const uint4* const lower = reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
-      const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
-      float sum[2][4] = {};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-        multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-        multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+      for (int i = warp; i < count; i += kStepThreads / 32) {
+        if (lane == 0) init_barrier(barriers + i, arrivals);
       }
-      float* const target = (is_new ? new_products : products) + (first + g) * layout.g_stride + token + 2 * t;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool live = first + g + 8 * half < count;
-        if (is_new && !live) continue;
-        *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-            live ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                 : make_float2(0.0f, 0.0f);
-      }
-    }
+    };
+    init(known, params.job_buffers, 1);
+    init(ready, params.job_buffers, 1);
+    init(released, params.job_buffers, kConsumers);
+    init(full, params.stages, 33);
+    init(empty, params.stages, 1);
   }
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-    const float A = rates[k];
-    const float decay = weigh_history(delta + k * window, A, h, lane, v + k * layout.v_stride);
-    if (lane == 0) decays[k] = decay;
-    const float step = lane < T ? steps[k * max_tokens + lane] : 0.0f;
-    const float log_decay = __fmul_rn(A, step);
-    const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
-    if (lane < T) token_decays[k * layout.g_stride + lane] = token_decay;
-    float exponent = 0.0f;
-#pragma unroll 1
-    for (int back = 0; back < T; ++back) {
-      const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
-      if (lane >= back && lane < T) {
-        u[k * layout.u_stride + (lane - back) * layout.g_stride + lane] = __fmul_rn(step_r, expf(exponent));
-        exponent = __fadd_rn(exponent, log_decay_r);
-      }
-    }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-    for (int r = lane / 16; r < T; r += 2) {
-      const int s = lane % 16, entry = r * layout.g_stride + s;
-      if (s < r || s >= T) continue;
-      float& weight = u[k * layout.u_stride + entry];
-      weight = fmaf(weight, new_products[entry], r == s ? skips[k] : 0.0f);
-    }
-  }
-  __syncthreads();
 
-  // 3. Slice after slice.
-  const int x_append = ring_position(row.ring_row, lane / 2, R) * P;
-  int turn = 0;
-#pragma unroll 1
-  for (int item = warp; item < items; item += kWarps, ++turn) {
-    const int head = first_head + local_head, buffer = turn % 2;
-    int next_head = local_head, next_slice = slice + kWarps;
-    while (next_slice >= params.slices) next_slice -= params.slices, ++next_head;
-    __syncwarp();  // x of the item before was read
-    if (item + kWarps < items) request_x(first_head + next_head, next_slice, buffer ^ 1);
-    close_group();
-    await_groups<State::kDepth>();
-    __syncwarp();  // the copies of all lanes have come
+  __device__ float* floats(int buffer, int offset) const {
+    return reinterpret_cast<float*>(job_buffers + buffer * layout.bytes + offset);
+  }
+  __device__ Staged* staged(int buffer, int offset) const {
+    return reinterpret_cast<Staged*>(job_buffers + buffer * layout.bytes + offset);
+  }
+  __device__ JobInfo& info(int buffer) const {
+    return *reinterpret_cast<JobInfo*>(job_buffers + buffer * layout.bytes);
+  }
 
-    const Staged* const old_x = x + buffer * layout.x_rows * kSliceWidth + 2 * g;
-    const Staged* const new_x = old_x + layout.history_rows * kSliceWidth;
-    if (moves_token) {
-      *reinterpret_cast<uint4*>(x_ring + head * R * P + slice * kSliceWidth + x_append) =
-          *reinterpret_cast<const uint4*>(new_x - 2 * g + lane / 2 * kSliceWidth + half_slice);
-    }
-    const State state = state_of(turn);
-    const float* const weights = v + local_head * layout.v_stride + t;
-    if (fold) {
-      if (!stored_before) state.clear();
-      const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-      state.fold(owner, slice * kSliceWidth, checkpoint, old_x, B, weights - t, decays[local_head], h,
-                 params.tf32_mask);
-    }
+  // ---- the producer: slices of the state and their records of x, in the order of the jobs ----
+  __device__ void produce() const {
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int P = problem.geometry.head_dim, R = problem.ring_rows;
+    const int half_slice = lane % 2 * 8;
+    int stage = 0;
+    uint32_t phase = 0;
+    Job next(params, blockIdx.x);
 #pragma unroll 1
-    for (int first = 0; first < T; first += kTile) {
-      float y[4] = {};
-      if (stored_before || fold) {
-        state.multiply(query + min(first + g, T - 1) * State::kQueryStride, params.tf32_mask, y);
-        if (!fold) {
-          const float decay = decays[local_head];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] *= decay;
+    for (int index = blockIdx.x; index < params.num_jobs; index += gridDim.x) {
+      const Job job = next;
+      next = Job(params, min(index + static_cast<int>(gridDim.x), params.num_jobs - 1));  // asked for well ahead
+      if (!job.is_live(params, false)) continue;
+      const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
+      const bool stored_before = job.stored_before(params), moves_token = lane < 2 * T;
+      const Stored* checkpoint =
+          reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.plan.slot)) +
+          static_cast<int64_t>(first_head) * P * N;
+      const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.plan.slot)) +
+                           first_head * R * P + half_slice;
+      const Staged* x_in = static_cast<const Staged*>(args.x.data) +
+                           (static_cast<int64_t>(job.plan.first_token) + lane / 2) * args.x.stride[0] +
+                           first_head * args.x.stride[1] + half_slice;
+      const int newest = job.plan.ring_row - 1 - lane / 2;
+      const int heads = job.heads(params);
+#pragma unroll 1
+      for (int head = 0; head < heads; ++head, ring += R * P, x_in += args.x.stride[1]) {
+#pragma unroll 1
+        for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
+          await(empty + stage, phase ^ 1);
+          char* const target = stages + stage * stage_layout.bytes;
+          if (stored_before) State{target, lane}.request(checkpoint);
+          Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + lane / 2 * kSliceWidth + half_slice;
+#pragma unroll 1
+          for (int i = 0; i + lane / 2 < round_up(h, 8); i += 16) {
+            int position = newest - i;
+            if (position < 0) position += R;
+            const bool exists = i + lane / 2 < h;
+            request_16_bytes(x + i * kSliceWidth, ring + (exists ? position : 0) * P + slice * kSliceWidth, exists);
+          }
+          if (moves_token) {
+            request_input(x + stage_layout.history_rows * kSliceWidth, x_in + slice * kSliceWidth,
+                          params.scan.x_aligned);
+          }
+          arrive_with_requests(full + stage);
+          __syncwarp();
+          if (lane == 0) arrive(full + stage);
+          if (++stage == params.stages) stage = 0, phase ^= 1;
         }
       }
-      if (first + kTile >= T) {
-        __syncwarp();  // the state was read
-        request_state(State::kDepth, turn, item);
-      }
-      const float* const product = products + t * layout.g_stride + first + g;
-#pragma unroll 1
-      for (int i = 0; i < history; i += 8) {
-        const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
-        const float2 x1 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
-        const float values[4] = {x0.x, x0.y, x1.x, x1.y};
-        const float weight[2] = {weights[i] * product[i * layout.g_stride],
-                                 weights[i + 4] * product[(i + 4) * layout.g_stride]};
-        float high[2], low[2];
-        split(weight, params.tf32_mask, high, low);
-        multiply_tf32(y, values, low);
-        multiply_tf32(y, values, high);
-      }
+    }
+  }
 
-      const int s = first + 2 * t;
-      const float2 since = *reinterpret_cast<const float2*>(token_decays + local_head * layout.g_stride + s);
-      y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-      const float* const new_weights = u + local_head * layout.u_stride + s;
+  // ---- preparation: everything of a job but state and x ----
+  __device__ void prepare(int warp) const {
+    int buffer = warp;
+    uint32_t phase = 0;
+    while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
+    Job next(params, min(static_cast<int>(blockIdx.x + warp * gridDim.x), params.num_jobs - 1));
+#pragma unroll 1
+    for (int index = blockIdx.x + warp * gridDim.x; index < params.num_jobs; index += kPrepWarps * gridDim.x) {
+      const Job job = next;
+      next = Job(params, min(static_cast<int>(index + kPrepWarps * gridDim.x), params.num_jobs - 1));
+      const bool live = job.is_live(params, lane == 0);
+      await(released + buffer, phase ^ 1);
+      if (live) {
+        prepare(job, buffer);
+      } else {
+        if (lane == 0) info(buffer).items = 0;
+        if (lane == 0) arrive(ready + buffer);
+        if (lane == 0) arrive(known + buffer);
+      }
+      buffer += kPrepWarps;
+      while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
+    }
+  }
+
+  __device__ void prepare(const Job& job, int buffer) const {
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int R = problem.ring_rows, window = problem.config.window;
+    const int T = job.tokens(params), h = job.records(params);
+    const bool fold = (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed;
+    const int history = fold ? 0 : h;
+    const int first_head = job.first_head(params), heads = job.heads(params);
+    const int g = lane / 4, t = lane % 4;
+    Staged* const B = staged(buffer, layout.b);
+    Staged* const new_B = staged(buffer, layout.b_new);
+    Staged* const C = staged(buffer, layout.c);
+    float* const query = floats(buffer, layout.query);
+    float* const products = floats(buffer, layout.g);
+    float* const new_products = floats(buffer, layout.g_new);
+    float* const delta = floats(buffer, layout.delta);
+    float* const u = floats(buffer, layout.u);
+
+    // 1. What has to come from memory. Half a warp has a head's tokens.
+    const int64_t first_token = job.plan.first_token;
+    const int s = lane % 16;
+    uint32_t dt_bits[kMaxHeads / 2] = {}, bias_bits[kMaxHeads / 2] = {};
+#pragma unroll
+    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
+      const int k = 2 * pass + lane / 16;
+      if (k >= heads || s >= T) continue;
+      dt_bits[pass] = load_bits(args.dt.data, args.dt.dtype,
+                                (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
+      if (args.dt_bias.data) bias_bits[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
+    }
+    uint32_t rate_bits = 0, skip_bits = 0;
+    if (lane < heads) {
+      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
+      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + lane);
+    }
+    Staged* const b_ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) + job.group * R * N;
+    const int part_row = lane / kParts, part_column = lane % kParts * 8;
+    constexpr int kRowsAtOnce = 32 / kParts;
+#pragma unroll 1
+    for (int i = part_row; i < T; i += kRowsAtOnce) {
+      request_input(C + i * kStride + part_column,
+                    static_cast<const Staged*>(args.C.data) + (first_token + i) * args.C.stride[0] +
+                        job.group * args.C.stride[1] + part_column,
+                    params.scan.c_aligned);
+      request_input(new_B + i * kStride + part_column,
+                    static_cast<const Staged*>(args.B.data) + (first_token + i) * args.B.stride[0] +
+                        job.group * args.B.stride[1] + part_column,
+                    params.scan.b_aligned);
+    }
+#pragma unroll 4
+    for (int i = part_row; i < round_up(h, 8); i += kRowsAtOnce) {
+      int position = job.plan.ring_row - 1 - i;
+      if (position < 0) position += R;
+      request_16_bytes(B + i * kStride + part_column, b_ring + (i < h ? position : 0) * N + part_column, i < h);
+    }
+    float* const delta_ring =
+        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + first_head * R;
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        int position = job.plan.ring_row - 1 - i;
+        if (position < 0) position += R;
+        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
+      }
+    }
+    if (lane == 0) {
+      info(buffer) = JobInfo{job.plan.stream, job.plan.writes, job.row, job.plan.slot,
+                             job.plan.first_token, T, h, job.plan.ring_row, first_head,
+                             heads * params.slices, fold, job.stored_before(params)};
+    }
+    await_requests();
+    __syncwarp();
+
+    // 2. The query in float32; the CTA of the group's first heads appends B to the ring.
+#pragma unroll 1
+    for (int i = part_row; i < T; i += kRowsAtOnce) {
+      float value[8];
+      load_shared<8>(C + i * kStride + part_column, value);
+      store_vector<8>(query, REPLAYSSM_FP32, i * State::kQueryStride + part_column, true, value);
+      if (job.chunk == 0) {
+        *reinterpret_cast<uint4*>(b_ring + ring_position(job.plan.ring_row, i, R) * N + part_column) =
+            *reinterpret_cast<const uint4*>(new_B + i * kStride + part_column);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(known + buffer);
+
+    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it.
+    const int history_tiles = (history + 15) / 16;
+#pragma unroll 1
+    for (int tile = 0; tile < history_tiles + 1; ++tile) {
+      const bool is_new = tile == history_tiles;
+      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
+      const Staged* const records = is_new ? new_B : B;
+#pragma unroll 1
+      for (int token = 0; token < T; token += kTile) {
+        const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
+        const uint4* const lower =
+            reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
+        const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
+        float sum[2][4] = {};
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
+          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+        }
+        float* const target = (is_new ? new_products : products) + (first + g) * layout.g_stride + token + 2 * t;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool live = first + g + 8 * half < count;
+          if (is_new && !live) continue;
+          *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
+              live ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
+                   : make_float2(0.0f, 0.0f);
+        }
+      }
+    }
+    __syncwarp();
+
+    // 4. Every head's weights.
+    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+    const float skip = bits_to_float(skip_bits, args.D.dtype);
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const float decay = weigh_history(delta + k * window, __shfl_sync(~0u, rate, k), h, lane,
+                                        floats(buffer, layout.v) + k * layout.v_stride);
+      if (lane == 0) floats(buffer, layout.decay)[k] = decay;
+    }
+#pragma unroll
+    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
+      if (2 * pass >= heads) break;
+      const int k = 2 * pass + lane / 16;
+      const bool exists = k < heads && s < T;
+      const float A = __shfl_sync(~0u, rate, k), D = __shfl_sync(~0u, skip, k);
+      const float bias = args.dt_bias.data ? bits_to_float(bias_bits[pass], args.dt_bias.dtype) : 0.0f;
+      float step = 0.0f;
+      if (exists) {
+        step = discretised_step(bits_to_float(dt_bits[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
+        delta_ring[k * R + ring_position(job.plan.ring_row, s, R)] = step;
+      }
+      const float log_decay = __fmul_rn(A, step);
+      float sum = log_decay;  // up to this token
+#pragma unroll
+      for (int distance = 1; distance < 16; distance *= 2) {
+        const float other = __shfl_up_sync(~0u, sum, distance, 16);
+        if (s >= distance) sum = __fadd_rn(sum, other);
+      }
+      if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
+      float exponent = 0.0f;
+#pragma unroll 1
+      for (int back = 0; back < T; ++back) {
+        const float step_r = __shfl_up_sync(~0u, step, back, 16);
+        const float log_decay_r = __shfl_up_sync(~0u, log_decay, back, 16);
+        if (exists && s >= back) {
+          const int entry = (s - back) * layout.g_stride + s;
+          const float weight = __fmul_rn(step_r, expf(exponent));
+          u[k * layout.u_stride + entry] = fmaf(weight, new_products[entry], back == 0 ? D : 0.0f);
+          exponent = __fadd_rn(exponent, log_decay_r);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(ready + buffer);
+  }
+
+  // ---- consumers: slice after slice ----
+  __device__ void consume(int warp) const {
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int P = problem.geometry.head_dim, R = problem.ring_rows;
+    const int g = lane / 4, t = lane % 4, half_slice = lane % 2 * 8;
+    int item = warp, stage = warp, buffer = 0;  // the next item, counted from the job's first
+    uint32_t phase = 0, job_phase = 0;
+    while (stage >= params.stages) stage -= params.stages, phase ^= 1;
+
+#pragma unroll 1
+    for (int index = blockIdx.x; index < params.num_jobs; index += gridDim.x) {
+      await(known + buffer, job_phase);
+      const JobInfo job = info(buffer);
+      if (item < job.items) {
+        const int T = job.tokens, history = job.fold ? 0 : job.h;
+        const float* const query = floats(buffer, layout.query);
+        const float* const products = floats(buffer, layout.g);
+        int local_head = item / params.slices, slice = item - local_head * params.slices;
+        Staged* const x_append =
+            reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
+            (job.first_head * R + ring_position(job.ring_row, lane / 2, R)) * P + half_slice;
+        Staged* const out = static_cast<Staged*>(args.out.data) +
+                            static_cast<int64_t>(job.first_token) * args.out.stride[0] +
+                            job.first_head * args.out.stride[1] + 2 * g;
+#pragma unroll 1
+        for (; item < job.items; item += kConsumers) {
+          char* const source = stages + stage * stage_layout.bytes;
+          const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + 2 * g;
+          const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
+          const State state{source, lane};
+          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
+          await(full + stage, phase);
+          if (lane < 2 * T) {
+            *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
+                *reinterpret_cast<const uint4*>(new_x - 2 * g + lane / 2 * kSliceWidth + half_slice);
+          }
+          if (job.fold) {
+            await(ready + buffer, job_phase);
+            if (!job.stored_before) state.clear();
+            const int head = job.first_head + local_head;
+            const StateOwner owner{problem, params.scan.layer, params.scan.error, head, job.row, job.stream,
+                                   job.writes};
+            Stored* const checkpoint =
+                reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
+                (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
+            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b), weights - t,
+                       floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+          }
+#pragma unroll 1
+          for (int first = 0; first < T; first += kTile) {
+            float y[4] = {};
+            if (job.stored_before || job.fold) {
+              state.multiply(query + min(first + g, T - 1) * State::kQueryStride, params.tf32_mask, y);
+            }
+            await(ready + buffer, job_phase);
+            if (!job.fold) {
+              const float decay = floats(buffer, layout.decay)[local_head];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
+            }
+            const float* const product = products + t * layout.g_stride + first + g;
+#pragma unroll 1
+            for (int i = 0; i < history; i += 8) {
+              const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
+              const float2 x1 =
+                  unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
+              const float values[4] = {x0.x, x0.y, x1.x, x1.y};
+              const float weight[2] = {weights[i] * product[i * layout.g_stride],
+                                       weights[i + 4] * product[(i + 4) * layout.g_stride]};
+              float high[2], low[2];
+              split(weight, params.tf32_mask, high, low);
+              multiply_tf32(y, values, low);
+              multiply_tf32(y, values, high);
+            }
+
+            const int s = first + 2 * t;
+            const float2 since = *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) +
+                                                                  local_head * layout.g_stride + s);
+            y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
+            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride + s;
 #pragma unroll 2
-      for (int r = 0; r < min(first + kTile, T); ++r) {
-        const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(new_x + r * kSliceWidth));
-        const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.g_stride);
-        if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-        if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
-      }
+            for (int r = 0; r < min(first + kTile, T); ++r) {
+              const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(new_x + r * kSliceWidth));
+              const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.g_stride);
+              if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
+              if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+            }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (s + i >= T) continue;
-        Staged* const target = static_cast<Staged*>(args.out.data) + (first_token + s + i) * args.out.stride[0] +
-                               head * args.out.stride[1] + slice * kSliceWidth + 2 * g;
-        if (params.paired) {
-          *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
-        } else {
-          store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
-          store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
+            for (int i = 0; i < 2; ++i) {
+              if (s + i >= T) continue;
+              Staged* const target =
+                  out + (s + i) * args.out.stride[0] + local_head * args.out.stride[1] + slice * kSliceWidth;
+              if (params.paired) {
+                *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
+              } else {
+                store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
+                store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
+              }
+            }
+          }
+          __syncwarp();
+          if (lane == 0) arrive(empty + stage);
+          stage += kConsumers;
+          while (stage >= params.stages) stage -= params.stages, phase ^= 1;
+          slice += kConsumers;
+          while (slice >= params.slices) slice -= params.slices, ++local_head;
         }
       }
-    }
-    if (T == 0) {
+      item -= job.items;
       __syncwarp();
-      request_state(State::kDepth, turn, item);
+      if (lane == 0) arrive(released + buffer);
+      if (++buffer == params.job_buffers) buffer = 0, job_phase ^= 1;
     }
-    checkpoint += kWarps * kSliceWidth * N;
-    local_head = next_head, slice = next_slice;
+  }
+};
+
+template <typename Stored, typename Staged>
+__global__ __launch_bounds__(kStepThreads, 2) void step_mma_kernel(const __grid_constant__ MmaParams params) {
+  extern __shared__ __align__(16) char shared[];
+  const Cta<Stored, Staged> cta(params, shared);
+  // The shuffle tells the compiler that a warp has one index.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  cta.init_barriers(warp);
+  allow_next_kernel();
+  __syncthreads();
+  await_previous_kernel();
+  if (warp == 0) {
+    cta.produce();
+  } else if (warp <= kPrepWarps) {
+    cta.prepare(warp - 1);
+  } else {
+    cta.consume(warp - 1 - kPrepWarps);
   }
 }
 
@@ -574,9 +726,15 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
-// A CTA takes more heads only as long as that leaves kEnoughCtas.
-constexpr int kMaxHeads = 4;
-constexpr int64_t kEnoughCtas = 512;
+constexpr int kMinStages = 6;
+constexpr int64_t kEnoughJobs = STEP_ENOUGH;
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
+  return count;
+}
 
 replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t rows, const ScanParams& scan,
                             bool flush_only) {
@@ -587,22 +745,42 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   params.heads_per_group = problem.geometry.num_heads / problem.geometry.num_groups;
   params.slices = problem.geometry.head_dim / kSliceWidth;
   params.flush_only = flush_only;
+  params.max_tokens = flush_only ? 0 : scan.args.max_count;
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
+    const int window = problem.config.window;
     const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
-    int shared = 0;
+    const int stage_bytes = StageLayout(window, params.max_tokens, State::kBytes).bytes;
+    int job_bytes;
     for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
-      shared = MmaShared(problem.config.window, flush_only ? 0 : scan.args.max_count, heads, State::kQueryStride,
-                         State::kDepth * State::kBytes)
-                   .bytes;
-      if (heads == 1 || (shared <= kSharedLimit && groups * params.chunks >= kEnoughCtas)) break;
+      job_bytes = JobLayout(window, params.max_tokens, heads, State::kQueryStride).bytes;
+      if (heads == 1 || (2 * job_bytes + kMinStages * stage_bytes + kBarrierBytes <= STEP_SHARED &&
+                         groups * params.chunks >= kEnoughJobs)) {
+        break;
+      }
     }
-    return launch(op, choose_mma<decltype(stored)>(problem.config.activation), groups * params.chunks, kThreads, shared,
-                  exec, params);
+    params.num_jobs = static_cast<int>(groups * params.chunks);
+    auto stages = [&] { return (STEP_SHARED - kBarrierBytes - params.job_buffers * job_bytes) / stage_bytes; };
+    for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages; --params.job_buffers) {
+    }
+    params.stages = std::min(stages(), kMaxStages);
+    const int shared = kBarrierBytes + params.job_buffers * job_bytes + params.stages * stage_bytes;
+    const int blocks = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
+    auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
+    if (error != cudaSuccess) return check(error, op);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(kStepThreads);
+    config.dynamicSmemBytes = shared, config.stream = stream_of(exec);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute, config.numAttrs = STEP_PDL;
+    return check(cudaLaunchKernelEx(&config, kernel, params), op);
   });
 }
 
@@ -627,7 +805,7 @@ cudaError_t load_step_mma_kernels() {
           with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation); });
       cudaError_t error = load_kernel(kernel);
       if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
       }
       if (error != cudaSuccess) return error;
     }
