@@ -60,18 +60,6 @@ constexpr int kMaxHeads = STEP_HEADS;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
 constexpr int kBarrierBytes = round_up((3 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
 
-struct MmaParams {
-  ScanParams scan;
-  int heads_per_group, slices;  // slices a head
-  int heads, chunks;            // heads a job, jobs a group
-  int num_jobs;
-  int max_tokens;
-  int job_buffers, stages;
-  bool flush_only;              // the flush op: no tokens
-  bool paired;                  // outputs can be stored two at a time
-  uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
-};
-
 // The shared memory of a job; offsets in bytes, strides in floats. Records of the history are newest first.
 struct JobLayout {
   int g_stride, v_stride, u_stride;  // of a record of B^T C and of u; of a head of v; of a head of u
@@ -79,19 +67,20 @@ struct JobLayout {
   int delta, v, u, decay, token_decay;  // of each head
   int bytes;
 
+  JobLayout() = default;
   __host__ __device__ constexpr JobLayout(int window, int tokens, int heads, int query_stride)
       : g_stride(round_up(tokens, kTile)),
         v_stride(round_up(window, 32)),
-        u_stride(tokens * g_stride),
+        u_stride(g_stride * g_stride),
         b(80),
         b_new(b + round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
         query(c + tokens * kStride * 2),
         g(query + tokens * query_stride * 4),
         g_new(g + round_up(window, 16) * g_stride * 4),
-        delta(g_new + u_stride * 4),
+        delta(g_new + tokens * g_stride * 4),
         v(delta + heads * window * 4),
-        u(round_up(v + heads * v_stride * 4, 8)),
+        u(round_up(v + heads * v_stride * 4, 16)),
         decay(u + heads * u_stride * 4),
         token_decay(round_up(decay + heads * 4, 8)),
         bytes(round_up(token_decay + heads * g_stride * 4, 16)) {}
@@ -101,10 +90,25 @@ struct JobLayout {
 struct StageLayout {
   int history_rows, x, bytes;
 
+  StageLayout() = default;
   __host__ __device__ constexpr StageLayout(int window, int tokens, int state_bytes)
       : history_rows(round_up(window, 8)),
         x(state_bytes),
         bytes(round_up(x + (history_rows + tokens) * kSliceWidth * 2, 128)) {}
+};
+
+struct MmaParams {
+  ScanParams scan;
+  int heads_per_group, slices;  // slices a head
+  int heads, chunks;            // heads a job, jobs a group
+  int num_jobs;
+  int max_tokens;
+  int job_buffers, stages;
+  bool flush_only;              // the flush op: no tokens
+  bool paired;                  // outputs can be stored two at a time
+  JobLayout job;
+  StageLayout stage;
+  uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
 };
 
 // ---- instructions --------------------------------------------------------------------------------------------------
@@ -291,8 +295,8 @@ struct Cta {
   static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
 
   const MmaParams& params;
-  const JobLayout layout;
-  const StageLayout stage_layout;
+  const JobLayout& layout;
+  const StageLayout& stage_layout;
   char *job_buffers, *stages;
   Barrier *known, *ready, *released;  // of each job buffer
   Barrier *full, *empty;              // of each stage
@@ -300,8 +304,8 @@ struct Cta {
 
   __device__ Cta(const MmaParams& params, char* shared)
       : params(params),
-        layout(params.scan.problem.config.window, params.max_tokens, params.heads, State::kQueryStride),
-        stage_layout(params.scan.problem.config.window, params.max_tokens, State::kBytes),
+        layout(params.job),
+        stage_layout(params.stage),
         job_buffers(shared + kBarrierBytes),
         stages(job_buffers + params.job_buffers * layout.bytes),
         known(reinterpret_cast<Barrier*>(shared)),
@@ -343,11 +347,9 @@ struct Cta {
     const int half_slice = lane % 2 * 8;
     int stage = 0;
     uint32_t phase = 0;
-    Job next(params, blockIdx.x);
 #pragma unroll 1
     for (int index = blockIdx.x; index < params.num_jobs; index += gridDim.x) {
-      const Job job = next;
-      next = Job(params, min(index + static_cast<int>(gridDim.x), params.num_jobs - 1));  // asked for well ahead
+      const Job job(params, index);
       if (!job.is_live(params, false)) continue;
       const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
       const bool stored_before = job.stored_before(params), moves_token = lane < 2 * T;
@@ -394,11 +396,9 @@ struct Cta {
     int buffer = warp;
     uint32_t phase = 0;
     while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
-    Job next(params, min(static_cast<int>(blockIdx.x + warp * gridDim.x), params.num_jobs - 1));
 #pragma unroll 1
     for (int index = blockIdx.x + warp * gridDim.x; index < params.num_jobs; index += kPrepWarps * gridDim.x) {
-      const Job job = next;
-      next = Job(params, min(static_cast<int>(index + kPrepWarps * gridDim.x), params.num_jobs - 1));
+      const Job job(params, index);
       const bool live = job.is_live(params, lane == 0);
       await(released + buffer, phase ^ 1);
       if (live) {
@@ -429,7 +429,7 @@ struct Cta {
     float* const products = floats(buffer, layout.g);
     float* const new_products = floats(buffer, layout.g_new);
     float* const delta = floats(buffer, layout.delta);
-    float* const u = floats(buffer, layout.u);
+    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
 
     // 1. What has to come from memory. Half a warp has a head's tokens.
     const int64_t first_token = job.plan.first_token;
@@ -484,6 +484,10 @@ struct Cta {
       info(buffer) = JobInfo{job.plan.stream, job.plan.writes, job.row, job.plan.slot,
                              job.plan.first_token, T, h, job.plan.ring_row, first_head,
                              heads * params.slices, fold, job.stored_before(params)};
+    }
+#pragma unroll 1
+    for (int i = 4 * lane; i < heads * layout.u_stride; i += 128) {
+      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     await_requests();
     __syncwarp();
@@ -581,6 +585,19 @@ struct Cta {
     if (lane == 0) arrive(ready + buffer);
   }
 
+  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of rows.
+  __device__ void add_not_finite(const Staged* x, const float* weights, int count, int s, float (&y)[4]) const {
+#pragma unroll 1
+    for (int r = 0; r < count; ++r) {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(x + r * kSliceWidth);
+      if (is_finite<Staged>(word)) continue;
+      const float2 pair = unpack_pair<Staged>(word);
+      const float2 weight = *reinterpret_cast<const float2*>(weights + r * layout.g_stride);
+      if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
+      if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+    }
+  }
+
   // ---- consumers: slice after slice ----
   __device__ void consume(int warp) const {
     const Problem& problem = params.scan.problem;
@@ -661,14 +678,27 @@ struct Cta {
             const float2 since = *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) +
                                                                   local_head * layout.g_stride + s);
             y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride + s;
-#pragma unroll 2
-            for (int r = 0; r < min(first + kTile, T); ++r) {
-              const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(new_x + r * kSliceWidth));
-              const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.g_stride);
-              if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-              if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride;
+            bool finite = true;
+#pragma unroll 1
+            for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
+              float values[4], high[2], low[2];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const uint32_t word =
+                    r + 4 * i < T ? *reinterpret_cast<const uint32_t*>(new_x + (r + 4 * i) * kSliceWidth) : 0;
+                const bool word_finite = is_finite<Staged>(word);
+                finite = finite && word_finite;
+                const float2 pair = unpack_pair<Staged>(word_finite ? word : 0);
+                values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+              }
+              const float weight[2] = {new_weights[r * layout.g_stride + first + g],
+                                       new_weights[(r + 4) * layout.g_stride + first + g]};
+              split(weight, params.tf32_mask, high, low);
+              multiply_tf32(y, values, low);
+              multiply_tf32(y, values, high);
             }
+            if (!__all_sync(~0u, finite)) add_not_finite(new_x, new_weights + s, min(first + kTile, T), s, y);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               if (s + i >= T) continue;
@@ -752,23 +782,22 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     using State = Slice<decltype(stored)>;
     const int window = problem.config.window;
     const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
-    const int stage_bytes = StageLayout(window, params.max_tokens, State::kBytes).bytes;
-    int job_bytes;
+    params.stage = StageLayout(window, params.max_tokens, State::kBytes);
     for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
-      job_bytes = JobLayout(window, params.max_tokens, heads, State::kQueryStride).bytes;
-      if (heads == 1 || (2 * job_bytes + kMinStages * stage_bytes + kBarrierBytes <= STEP_SHARED &&
+      params.job = JobLayout(window, params.max_tokens, heads, State::kQueryStride);
+      if (heads == 1 || (2 * params.job.bytes + kMinStages * params.stage.bytes + kBarrierBytes <= STEP_SHARED &&
                          groups * params.chunks >= kEnoughJobs)) {
         break;
       }
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
-    auto stages = [&] { return (STEP_SHARED - kBarrierBytes - params.job_buffers * job_bytes) / stage_bytes; };
+    auto stages = [&] { return (STEP_SHARED - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
     for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages; --params.job_buffers) {
     }
     params.stages = std::min(stages(), kMaxStages);
-    const int shared = kBarrierBytes + params.job_buffers * job_bytes + params.stages * stage_bytes;
+    const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     const int blocks = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
     auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
