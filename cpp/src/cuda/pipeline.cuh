@@ -38,6 +38,33 @@ __device__ inline void arrive(Barrier* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
+// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The barrier
+// has to be told of the bytes too: its phase is complete when they have come.
+__device__ inline void request_block(void* target, const void* source, int bytes, Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target)),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#else
+  arrive(barrier);
+#endif
+}
+// Between stores to shared memory and blocks requested, by whichever thread, for the same place.
+__device__ inline void finish_stores_before_blocks() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Arrives when all that this thread requested has come. Orders nothing else.
 __device__ inline void arrive_with_requests(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

@@ -49,12 +49,22 @@ namespace {
 #ifndef STEP_ENOUGH
 #define STEP_ENOUGH 2112
 #endif
+#ifndef STEP_TAIL_JOBS
+#define STEP_TAIL_JOBS 2
+#endif
+#ifndef STEP_TAIL_PART
+#define STEP_TAIL_PART 8
+#endif
+#ifndef STEP_MIN_STAGES
+#define STEP_MIN_STAGES 6
+#endif
 #ifndef STEP_PDL
 #define STEP_PDL 1
 #endif
 constexpr int kPrepWarps = STEP_PREP, kConsumers = STEP_CONSUMERS;
 constexpr int kStepThreads = 32 * (1 + kPrepWarps + kConsumers);
 constexpr int kCtasPerSm = 2;
+constexpr int kTailJobs = STEP_TAIL_JOBS, kTailPart = STEP_TAIL_PART;
 constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = STEP_HEADS;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
@@ -103,7 +113,8 @@ struct MmaParams {
   int heads, chunks;            // heads a job, jobs a group
   int num_jobs;
   int max_tokens;
-  int job_buffers, stages;
+  int job_buffers, stages, consumers, preparers;
+  int resident, static_jobs;  // CTAs that share jobs evenly; jobs that they have, the others have kTailJobs each
   bool flush_only;              // the flush op: no tokens
   bool paired;                  // outputs can be stored two at a time
   JobLayout job;
@@ -143,14 +154,15 @@ __device__ inline void request_input(Staged* target, const Staged* source, bool 
 
 // ---- a slice of the state ------------------------------------------------------------------------------------------
 
-// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that the halves
-// of the 128-byte lines of every other pair of rows are swapped, so that the 8 lanes of a load meet no bank twice.
+// A slice of a checkpoint format in shared memory, as a lane sees it: as in the checkpoint, but with 64 bytes behind
+// every pair of rows, so that the 8 lanes of a load meet no bank twice.
 template <typename Stored>
 struct Slice {
   static constexpr int kVec = Packed<Stored>::kVec;
   static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
-  static constexpr int kBytes = kSliceWidth * kRowBytes;
-  static constexpr int kBlocks = kRowBytes / 64;              // of 4 lanes' 16 bytes
+  static constexpr int kPairBytes = 2 * kRowBytes, kPairStride = kPairBytes + 64;
+  static constexpr int kBytes = kSliceWidth / 2 * kPairStride;
+  static constexpr int kBlocks = kRowBytes / 64;  // of 4 lanes' 16 bytes
   // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
   static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
 
@@ -159,9 +171,7 @@ struct Slice {
 
   // 16 bytes of block `block`, of row 2g + `row`.
   __device__ uint4& piece(int block, int row) const {
-    const int g = lane / 4, swap = g % 2 * 64;
-    return *reinterpret_cast<uint4*>(base + (2 * g + row) * kRowBytes + lane % 4 * 16 + block * 64 +
-                                     (block % 2 ? -swap : swap));
+    return *reinterpret_cast<uint4*>(base + lane / 4 * kPairStride + lane % 4 * 16 + row * kRowBytes + block * 64);
   }
 
   __device__ void clear() const {
@@ -169,14 +179,19 @@ struct Slice {
     for (int b = 0; b < kBlocks; ++b) piece(b, 0) = piece(b, 1) = make_uint4(0, 0, 0, 0);
   }
 
-  // `source` is the slice in the checkpoint.
-  __device__ void request(const Stored* source) const {
-#pragma unroll
-    for (int k = 0; k < kBytes / 512; ++k) {
-      const bool swap = k * 512 / (2 * kRowBytes) % 2;
-      request_16_bytes(base + k * 512 + (swap ? lane ^ 4 : lane) * 16,
-                       reinterpret_cast<const char*>(source) + k * 512 + lane * 16);
+  // `source` is the slice in the checkpoint. All lanes arrive at the barrier when it has come.
+  __device__ void request(const Stored* source, Barrier* barrier) const {
+    const char* const bytes = reinterpret_cast<const char*>(source);
+#if __CUDA_ARCH__ >= 900
+    if (lane < kSliceWidth / 2) {
+      request_block(base + lane * kPairStride, bytes + lane * kPairBytes, kPairBytes, barrier);
     }
+#else
+#pragma unroll
+    for (int k = 0; k < kSliceWidth * kRowBytes; k += 512) {
+      request_16_bytes(base + k / kPairBytes * kPairStride + k % kPairBytes + lane * 16, bytes + k + lane * 16);
+    }
+#endif
   }
 
   // sum = S C for the 8 tokens of which `token`, a row of C in float32, is the g-th. Lane (g, t) gets tokens 2t, 2t + 1
@@ -301,6 +316,7 @@ struct Cta {
   Barrier *known, *ready, *released;  // of each job buffer
   Barrier *full, *empty;              // of each stage
   int lane;
+  int first_job, job_step, end_job;
 
   __device__ Cta(const MmaParams& params, char* shared)
       : params(params),
@@ -313,7 +329,13 @@ struct Cta {
         released(ready + kMaxJobBuffers),
         full(released + kMaxJobBuffers),
         empty(full + kMaxStages),
-        lane(threadIdx.x % 32) {}
+        lane(threadIdx.x % 32) {
+    const int block = blockIdx.x;
+    const bool shares = block < params.resident;
+    first_job = shares ? block : params.static_jobs + (block - params.resident) * kTailJobs;
+    job_step = shares ? params.resident : 1;
+    end_job = shares ? params.static_jobs : min(first_job + kTailJobs, params.num_jobs);
+  }
 
   __device__ void init_barriers(int warp) const {
     auto init = [&](Barrier* barriers, int count, int arrivals) {
@@ -324,7 +346,7 @@ struct Cta {
     };
     init(known, params.job_buffers, 1);
     init(ready, params.job_buffers, 1);
-    init(released, params.job_buffers, kConsumers);
+    init(released, params.job_buffers, params.consumers);
     init(full, params.stages, 33);
     init(empty, params.stages, 1);
   }
@@ -348,7 +370,7 @@ struct Cta {
     int stage = 0;
     uint32_t phase = 0;
 #pragma unroll 1
-    for (int index = blockIdx.x; index < params.num_jobs; index += gridDim.x) {
+    for (int index = first_job; index < end_job; index += job_step) {
       const Job job(params, index);
       if (!job.is_live(params, false)) continue;
       const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
@@ -361,22 +383,29 @@ struct Cta {
       const Staged* x_in = static_cast<const Staged*>(args.x.data) +
                            (static_cast<int64_t>(job.plan.first_token) + lane / 2) * args.x.stride[0] +
                            first_head * args.x.stride[1] + half_slice;
-      const int newest = job.plan.ring_row - 1 - lane / 2;
-      const int heads = job.heads(params);
+      const int heads = job.heads(params), rows = round_up(h, 8);
+      auto offset_of = [&](int record) {
+        int position = job.plan.ring_row - 1 - record;
+        if (position < 0) position += R;
+        return record < h ? position * P : 0;
+      };
+      const int offset = offset_of(lane / 2), offset_16 = offset_of(lane / 2 + 16);
 #pragma unroll 1
       for (int head = 0; head < heads; ++head, ring += R * P, x_in += args.x.stride[1]) {
 #pragma unroll 1
         for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
           await(empty + stage, phase ^ 1);
           char* const target = stages + stage * stage_layout.bytes;
-          if (stored_before) State{target, lane}.request(checkpoint);
+          if (stored_before) State{target, lane}.request(checkpoint, full + stage);
           Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + lane / 2 * kSliceWidth + half_slice;
+          const Staged* const source = ring + slice * kSliceWidth;
+          if (lane / 2 < rows) request_16_bytes(x, source + offset, lane / 2 < h);
+          if (rows > 16) {
+            if (lane / 2 + 16 < rows) request_16_bytes(x + 16 * kSliceWidth, source + offset_16, lane / 2 + 16 < h);
 #pragma unroll 1
-          for (int i = 0; i + lane / 2 < round_up(h, 8); i += 16) {
-            int position = newest - i;
-            if (position < 0) position += R;
-            const bool exists = i + lane / 2 < h;
-            request_16_bytes(x + i * kSliceWidth, ring + (exists ? position : 0) * P + slice * kSliceWidth, exists);
+            for (int i = 32 + lane / 2; i < rows; i += 16) {
+              request_16_bytes(x + (i - lane / 2) * kSliceWidth, source + offset_of(i), i < h);
+            }
           }
           if (moves_token) {
             request_input(x + stage_layout.history_rows * kSliceWidth, x_in + slice * kSliceWidth,
@@ -384,7 +413,7 @@ struct Cta {
           }
           arrive_with_requests(full + stage);
           __syncwarp();
-          if (lane == 0) arrive(full + stage);
+          if (lane == 0) arrive_expecting(full + stage, stored_before ? kSliceWidth * State::kRowBytes : 0);
           if (++stage == params.stages) stage = 0, phase ^= 1;
         }
       }
@@ -397,7 +426,7 @@ struct Cta {
     uint32_t phase = 0;
     while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
 #pragma unroll 1
-    for (int index = blockIdx.x + warp * gridDim.x; index < params.num_jobs; index += kPrepWarps * gridDim.x) {
+    for (int index = first_job + warp * job_step; index < end_job; index += params.preparers * job_step) {
       const Job job(params, index);
       const bool live = job.is_live(params, lane == 0);
       await(released + buffer, phase ^ 1);
@@ -408,7 +437,7 @@ struct Cta {
         if (lane == 0) arrive(ready + buffer);
         if (lane == 0) arrive(known + buffer);
       }
-      buffer += kPrepWarps;
+      buffer += params.preparers;
       while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
     }
   }
@@ -609,7 +638,7 @@ struct Cta {
     while (stage >= params.stages) stage -= params.stages, phase ^= 1;
 
 #pragma unroll 1
-    for (int index = blockIdx.x; index < params.num_jobs; index += gridDim.x) {
+    for (int index = first_job; index < end_job; index += job_step) {
       await(known + buffer, job_phase);
       const JobInfo job = info(buffer);
       if (item < job.items) {
@@ -624,12 +653,13 @@ struct Cta {
                             static_cast<int64_t>(job.first_token) * args.out.stride[0] +
                             job.first_head * args.out.stride[1] + 2 * g;
 #pragma unroll 1
-        for (; item < job.items; item += kConsumers) {
+        for (; item < job.items; item += params.consumers) {
           char* const source = stages + stage * stage_layout.bytes;
           const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + 2 * g;
           const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
           const State state{source, lane};
           const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
+          await(full + stage, phase ^ 1);
           await(full + stage, phase);
           if (lane < 2 * T) {
             *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
@@ -712,11 +742,12 @@ struct Cta {
               }
             }
           }
+          if (job.fold) finish_stores_before_blocks();
           __syncwarp();
           if (lane == 0) arrive(empty + stage);
-          stage += kConsumers;
+          stage += params.consumers;
           while (stage >= params.stages) stage -= params.stages, phase ^= 1;
-          slice += kConsumers;
+          slice += params.consumers;
           while (slice >= params.slices) slice -= params.slices, ++local_head;
         }
       }
@@ -741,8 +772,8 @@ __global__ __launch_bounds__(kStepThreads, 2) void step_mma_kernel(const __grid_
   if (warp == 0) {
     cta.produce();
   } else if (warp <= kPrepWarps) {
-    cta.prepare(warp - 1);
-  } else {
+    if (warp <= params.preparers) cta.prepare(warp - 1);
+  } else if (warp - 1 - kPrepWarps < params.consumers) {
     cta.consume(warp - 1 - kPrepWarps);
   }
 }
@@ -756,7 +787,7 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
-constexpr int kMinStages = 6;
+constexpr int kMinStages = STEP_MIN_STAGES;
 constexpr int64_t kEnoughJobs = STEP_ENOUGH;
 
 int multiprocessors() {
@@ -794,11 +825,17 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
     auto stages = [&] { return (STEP_SHARED - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
-    for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages; --params.job_buffers) {
+    for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages;
+         --params.job_buffers) {
     }
     params.stages = std::min(stages(), kMaxStages);
+    params.consumers = std::min(params.stages, kConsumers);
+    params.preparers = std::min(params.job_buffers, kPrepWarps);
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
-    const int blocks = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
+    params.resident = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
+    const int rounds = params.num_jobs / params.resident;
+    params.static_jobs = rounds < 4 ? params.num_jobs : (rounds - std::max(1, rounds / kTailPart)) * params.resident;
+    const int blocks = params.resident + (params.num_jobs - params.static_jobs + kTailJobs - 1) / kTailJobs;
     auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
     if (error != cudaSuccess) return check(error, op);
