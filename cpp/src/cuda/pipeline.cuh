@@ -85,18 +85,5 @@ __device__ inline void await(Barrier* barrier, uint32_t parity) {
       : "memory");
 }
 
-// For kernels launched to begin before the kernel before them in the stream has ended: await_previous_kernel() comes
-// before any access to global memory. allow_next_kernel() lets such a kernel begin.
-__device__ inline void await_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ inline void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 }  // namespace cuda
 }  // namespace replayssm

@@ -63,17 +63,22 @@ namespace {
 #endif
 constexpr int kPrepWarps = STEP_PREP, kConsumers = STEP_CONSUMERS;
 constexpr int kStepThreads = 32 * (1 + kPrepWarps + kConsumers);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr int kCtasPerSm = 2;
+#else
+constexpr int kCtasPerSm = 1;
+#endif
 constexpr int kTailJobs = STEP_TAIL_JOBS, kTailPart = STEP_TAIL_PART;
 constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = STEP_HEADS;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
 constexpr int kBarrierBytes = round_up((3 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
 
-// The shared memory of a job; offsets in bytes, strides in floats. Records of the history are newest first.
+// The shared memory of a job; offsets in bytes, strides in floats. The records of B and B^T C are the row's new tokens,
+// then its history, newest first.
 struct JobLayout {
-  int g_stride, v_stride, u_stride;  // of a record of B^T C and of u; of a head of v; of a head of u
-  int b, b_new, c, query, g, g_new;  // the info is at 0
+  int g_stride, v_stride, u_stride;     // of a record of B^T C and of u; of a head of v; of a head of u
+  int b, c, query, g;                   // the info is at 0
   int delta, v, u, decay, token_decay;  // of each head
   int bytes;
 
@@ -83,12 +88,10 @@ struct JobLayout {
         v_stride(round_up(window, 32)),
         u_stride(g_stride * g_stride),
         b(80),
-        b_new(b + round_up(window, 8) * kStride * 2),
-        c(b_new + tokens * kStride * 2),
+        c(b + (tokens + round_up(window, 8)) * kStride * 2),
         query(c + tokens * kStride * 2),
         g(query + tokens * query_stride * 4),
-        g_new(g + round_up(window, 16) * g_stride * 4),
-        delta(g_new + tokens * g_stride * 4),
+        delta(g + round_up(tokens + round_up(window, 8), 16) * g_stride * 4),
         v(delta + heads * window * 4),
         u(round_up(v + heads * v_stride * 4, 16)),
         decay(u + heads * u_stride * 4),
@@ -451,12 +454,11 @@ struct Cta {
     const int history = fold ? 0 : h;
     const int first_head = job.first_head(params), heads = job.heads(params);
     const int g = lane / 4, t = lane % 4;
-    Staged* const B = staged(buffer, layout.b);
-    Staged* const new_B = staged(buffer, layout.b_new);
+    Staged* const new_B = staged(buffer, layout.b);
+    Staged* const B = new_B + T * kStride;
     Staged* const C = staged(buffer, layout.c);
     float* const query = floats(buffer, layout.query);
     float* const products = floats(buffer, layout.g);
-    float* const new_products = floats(buffer, layout.g_new);
     float* const delta = floats(buffer, layout.delta);
     float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
 
@@ -535,18 +537,15 @@ struct Cta {
     __syncwarp();
     if (lane == 0) arrive(known + buffer);
 
-    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it.
-    const int history_tiles = (history + 15) / 16;
+    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with zeros
+    // up to a multiple of 8 records.
+    const int count = T + history, padded_count = T + round_up(history, 8);
 #pragma unroll 1
-    for (int tile = 0; tile < history_tiles + 1; ++tile) {
-      const bool is_new = tile == history_tiles;
-      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-      const Staged* const records = is_new ? new_B : B;
+    for (int first = 0; first < padded_count; first += 16) {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
-        const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-        const uint4* const lower =
-            reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
+        const uint4* const upper = reinterpret_cast<const uint4*>(new_B + min(first + g, count - 1) * kStride) + t;
+        const uint4* const lower = reinterpret_cast<const uint4*>(new_B + min(first + g + 8, count - 1) * kStride) + t;
         const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
         float sum[2][4] = {};
 #pragma unroll
@@ -555,14 +554,13 @@ struct Cta {
           multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
           multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
         }
-        float* const target = (is_new ? new_products : products) + (first + g) * layout.g_stride + token + 2 * t;
+        float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const bool live = first + g + 8 * half < count;
-          if (is_new && !live) continue;
           *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-              live ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                   : make_float2(0.0f, 0.0f);
+              first + g + 8 * half < count
+                  ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
+                  : make_float2(0.0f, 0.0f);
         }
       }
     }
@@ -605,7 +603,7 @@ struct Cta {
         if (exists && s >= back) {
           const int entry = (s - back) * layout.g_stride + s;
           const float weight = __fmul_rn(step_r, expf(exponent));
-          u[k * layout.u_stride + entry] = fmaf(weight, new_products[entry], back == 0 ? D : 0.0f);
+          u[k * layout.u_stride + entry] = fmaf(weight, products[entry], back == 0 ? D : 0.0f);
           exponent = __fadd_rn(exponent, log_decay_r);
         }
       }
@@ -674,7 +672,7 @@ struct Cta {
             Stored* const checkpoint =
                 reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                 (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b), weights - t,
+            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride, weights - t,
                        floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
           }
 #pragma unroll 1
@@ -689,7 +687,7 @@ struct Cta {
 #pragma unroll
               for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
             }
-            const float* const product = products + t * layout.g_stride + first + g;
+            const float* const product = products + (T + t) * layout.g_stride + first + g;
 #pragma unroll 1
             for (int i = 0; i < history; i += 8) {
               const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
@@ -760,15 +758,14 @@ struct Cta {
 };
 
 template <typename Stored, typename Staged>
-__global__ __launch_bounds__(kStepThreads, 2) void step_mma_kernel(const __grid_constant__ MmaParams params) {
+__global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
   const Cta<Stored, Staged> cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   cta.init_barriers(warp);
-  allow_next_kernel();
   __syncthreads();
-  await_previous_kernel();
+  begin_early();
   if (warp == 0) {
     cta.produce();
   } else if (warp <= kPrepWarps) {
@@ -834,19 +831,10 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     params.resident = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
     const int rounds = params.num_jobs / params.resident;
-    params.static_jobs = rounds < 4 ? params.num_jobs : (rounds - std::max(1, rounds / kTailPart)) * params.resident;
+    params.static_jobs = rounds < 4 || kTailPart == 0 ? params.num_jobs : (rounds - std::max(1, rounds / std::max(1, kTailPart))) * params.resident;
     const int blocks = params.resident + (params.num_jobs - params.static_jobs + kTailJobs - 1) / kTailJobs;
     auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
-    if (error != cudaSuccess) return check(error, op);
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(kStepThreads);
-    config.dynamicSmemBytes = shared, config.stream = stream_of(exec);
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute, config.numAttrs = STEP_PDL;
-    return check(cudaLaunchKernelEx(&config, kernel, params), op);
+    return launch_early(op, kernel, blocks, kStepThreads, shared, exec, params);
   });
 }
 
