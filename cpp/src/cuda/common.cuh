@@ -35,24 +35,21 @@ inline replayssm_status check(cudaError_t error, const char* op) {
 }
 
 // Dynamic shared memory that every supported architecture grants on request; more than any kernel here asks for.
-#ifdef STEP_SHARED
-constexpr int kSharedLimit = STEP_SHARED;
-#else
 constexpr int kSharedLimit = 99 * 1024;
-#endif
 
 // A one-dimensional grid of `blocks` CTAs. Shared memory above the 48 KB that need no permission is permitted here too,
 // not only in load_kernels(): the call is no stream operation, so it may happen under capture. Always up to the same
 // limit, so that no launch takes back what another thread's launch was granted.
 template <typename... Params>
-replayssm_status launch(const char* op, bool early, void (*kernel)(Params...), int64_t blocks, int threads,
-                        size_t shared, const replayssm_exec& exec, const std::decay_t<Params>&... params) {
+replayssm_status launch(const char* op, bool early, int shared_limit, void (*kernel)(Params...), int64_t blocks,
+                        int threads, size_t shared, const replayssm_exec& exec,
+                        const std::decay_t<Params>&... params) {
   if (blocks > INT32_MAX) {
     return fail(REPLAYSSM_UNSUPPORTED, "%s: the call needs %lld thread blocks, the limit is %d", op,
                 static_cast<long long>(blocks), INT32_MAX);
   }
   if (shared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit);
     if (error != cudaSuccess) return check(error, op);
   }
   cudaLaunchConfig_t config{};
@@ -71,7 +68,7 @@ replayssm_status launch(const char* op, bool early, void (*kernel)(Params...), i
 template <typename... Params>
 replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                         const replayssm_exec& exec, const std::decay_t<Params>&... params) {
-  return launch(op, false, kernel, blocks, threads, shared, exec, params...);
+  return launch(op, false, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
 }
 
 // The kernel may begin before the one before it in the stream has ended, if that allows it: every thread's first act is
@@ -79,7 +76,7 @@ replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t block
 template <typename... Params>
 replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                               const replayssm_exec& exec, const std::decay_t<Params>&... params) {
-  return launch(op, true, kernel, blocks, threads, shared, exec, params...);
+  return launch(op, true, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
 }
 
 // Of a kernel launched early: lets the next one begin, if that was launched early too, and waits for the one before.

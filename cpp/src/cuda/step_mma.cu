@@ -40,9 +40,6 @@ namespace {
 #ifndef STEP_CONSUMERS
 #define STEP_CONSUMERS 7
 #endif
-#ifndef STEP_SHARED
-#define STEP_SHARED kSharedLimit
-#endif
 #ifndef STEP_HEADS
 #define STEP_HEADS 4
 #endif
@@ -784,14 +781,24 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
+#ifndef STEP_LIMIT
+#define STEP_LIMIT 0
+#endif
 constexpr int kMinStages = STEP_MIN_STAGES;
 constexpr int64_t kEnoughJobs = STEP_ENOUGH;
 
-int multiprocessors() {
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
-  return count;
+int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess && value > 0;
+  return known ? value : otherwise;
+}
+
+// What leaves room for kCtasPerSm CTAs, each of which takes 1 KB more; at least what one can have.
+int shared_limit() {
+  const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
+  if (STEP_LIMIT) return STEP_LIMIT;
+  return std::max(kSharedLimit, of_sm / kCtasPerSm - 1024);
 }
 
 replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t rows, const ScanParams& scan,
@@ -808,20 +815,20 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   params.tf32_mask = kTf32Mask;
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
-    const int window = problem.config.window;
+    const int window = problem.config.window, limit = shared_limit();
     const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
     params.stage = StageLayout(window, params.max_tokens, State::kBytes);
     for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
       params.job = JobLayout(window, params.max_tokens, heads, State::kQueryStride);
-      if (heads == 1 || (2 * params.job.bytes + kMinStages * params.stage.bytes + kBarrierBytes <= STEP_SHARED &&
+      if (heads == 1 || (2 * params.job.bytes + kMinStages * params.stage.bytes + kBarrierBytes <= limit &&
                          groups * params.chunks >= kEnoughJobs)) {
         break;
       }
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
-    auto stages = [&] { return (STEP_SHARED - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
+    auto stages = [&] { return (limit - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
     for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages;
          --params.job_buffers) {
     }
@@ -829,12 +836,12 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.consumers = std::min(params.stages, kConsumers);
     params.preparers = std::min(params.job_buffers, kPrepWarps);
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
-    params.resident = std::min(params.num_jobs, kCtasPerSm * multiprocessors());
+    params.resident = std::min(params.num_jobs, kCtasPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1));
     const int rounds = params.num_jobs / params.resident;
     params.static_jobs = rounds < 4 || kTailPart == 0 ? params.num_jobs : (rounds - std::max(1, rounds / std::max(1, kTailPart))) * params.resident;
     const int blocks = params.resident + (params.num_jobs - params.static_jobs + kTailJobs - 1) / kTailJobs;
     auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
-    return launch_early(op, kernel, blocks, kStepThreads, shared, exec, params);
+    return launch(op, true, limit, kernel, blocks, kStepThreads, shared, exec, params);
   });
 }
 
@@ -859,7 +866,7 @@ cudaError_t load_step_mma_kernels() {
           with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation); });
       cudaError_t error = load_kernel(kernel);
       if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, STEP_SHARED);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
       }
       if (error != cudaSuccess) return error;
     }
