@@ -654,7 +654,7 @@ struct Cta {
           const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
           const State state{source, lane};
           const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
-          await(full + stage, phase ^ 1);
+          await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
           await(full + stage, phase);
           if (lane < 2 * T) {
             *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
