@@ -55,6 +55,9 @@ namespace {
 #ifndef STEP_MIN_STAGES
 #define STEP_MIN_STAGES 6
 #endif
+#ifndef STEP_JOBS
+#define STEP_JOBS 2
+#endif
 #ifndef STEP_PDL
 #define STEP_PDL 1
 #endif
@@ -829,7 +832,7 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
     auto stages = [&] { return (limit - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
-    for (params.job_buffers = params.heads == 1 ? 4 : 3; params.job_buffers > 1 && stages() < kMinStages;
+    for (params.job_buffers = params.heads == 1 ? 4 : STEP_JOBS; params.job_buffers > 1 && stages() < kMinStages;
          --params.job_buffers) {
     }
     params.stages = std::min(stages(), kMaxStages);
