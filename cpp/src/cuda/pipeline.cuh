@@ -38,6 +38,18 @@ __device__ inline void arrive(Barrier* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
+// True for one lane of a whole warp, the same every time. The compiler knows that it is one, unlike with lane == 0, and
+// makes no loop over the lanes of instructions that are for one.
+__device__ inline bool elect_lane() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t elected;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(elected));
+  return elected;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+
 // Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The barrier
 // has to be told of the bytes too: its phase is complete when they have come.
 __device__ inline void request_block(void* target, const void* source, int bytes, Barrier* barrier) {

@@ -63,7 +63,7 @@ namespace {
 #endif
 constexpr int kPrepWarps = STEP_PREP, kConsumers = STEP_CONSUMERS;
 constexpr int kStepThreads = 32 * (1 + kPrepWarps + kConsumers);
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
@@ -186,8 +186,11 @@ struct Slice {
   __device__ void request(const Stored* source, Barrier* barrier) const {
     const char* const bytes = reinterpret_cast<const char*>(source);
 #if __CUDA_ARCH__ >= 900
-    if (lane < kSliceWidth / 2) {
-      request_block(base + lane * kPairStride, bytes + lane * kPairBytes, kPairBytes, barrier);
+    if (elect_lane()) {
+#pragma unroll
+      for (int k = 0; k < kSliceWidth / 2; ++k) {
+        request_block(base + k * kPairStride, bytes + k * kPairBytes, kPairBytes, barrier);
+      }
     }
 #else
 #pragma unroll
