@@ -8,23 +8,28 @@
 // decays up to s, v_i = delta_i exp(e(i,h)) and d = exp(e(0,h)) are the weights that a flush folds with, and u_rs =
 // delta_r exp(e(r,s)) (B_r . C_s). All exponents are sums of terms <= 0 from the newest backwards, never differences.
 //
-// A CTA owns some heads of one group of one row. It stages B and C of the group, forms B^T C and every head's weights
-// once, and from there on its four warps go without a barrier. The unit of work is a slice, 16 rows of one head; the
-// warps take the CTA's slices in turn, so that what they read at a time is one run of memory.
-//  1. A warp's slices come to shared memory by asynchronous copies of whole lines, asked for as soon as the slice
-//     before was read (of 16-bit formats, the one before that); x of the slice's records an item ahead too.
-//  2. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes rows 2g and 2g + 1,
+// The unit of work is a slice, 16 rows of one head; a job is some heads of one group of one row. Two CTAs an SM go from
+// job to job, so that state comes without a pause, and their warps hand each other buffers (pipeline.cuh):
+//  1. One copies: job after job, slice after slice, the state and its records of x into a ring of stages.
+//  2. One prepares products: it stages B and C of the job's group and forms B^T C. One prepares weights: v, d, u and f
+//     of the job's heads. Both are a job or more ahead of the slices.
+//  3. The others consume: each takes every n-th stage.
+// The CTAs share the first seven eighths of the jobs evenly; the rest goes two by two to CTAs that begin when one of
+// these has ended, for SMs are not equally fast and a job that flushes takes longer.
+//
+// A consumer's work:
+//  1. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes a pair of rows,
 //     and of every block of columns the t-th 16 bytes: the order of a product's terms is free, so that what vector
 //     loads bring is the operand. A float32 state is split in a high part of 11 bits and the rest, of which the tensor
-//     cores take 11 more: two products. 16-bit states, C, x and B are exact in TF32. The sum over the history is a
-//     product too: x exact, weights split.
-//  3. The sums over new tokens, a triangle, are not: a later token is skipped, not multiplied by zero, for it may be
-//     NaN. The CUDA cores add them to the accumulators.
-//  4. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
+//     cores take 11 more: two products. 16-bit states, C, x and B are exact in TF32.
+//  2. The sums over the history and over the new tokens are products too: x exact, weights split. A new token must not
+//     touch those before it, even if it is a NaN, of which zero times is one: x that is not finite is left out of the
+//     product, and added by the CUDA cores to the tokens that it belongs to.
+//  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
 //     rounding. What is stored is kept: the outputs read what the next step will read.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
-// it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
+// it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
 
 #include "head_state.cuh"
@@ -34,45 +39,18 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-#ifndef STEP_PREP
-#define STEP_PREP 2
-#endif
-#ifndef STEP_CONSUMERS
-#define STEP_CONSUMERS 7
-#endif
-#ifndef STEP_HEADS
-#define STEP_HEADS 4
-#endif
-#ifndef STEP_ENOUGH
-#define STEP_ENOUGH 2112
-#endif
-#ifndef STEP_TAIL_JOBS
-#define STEP_TAIL_JOBS 2
-#endif
-#ifndef STEP_TAIL_PART
-#define STEP_TAIL_PART 8
-#endif
-#ifndef STEP_MIN_STAGES
-#define STEP_MIN_STAGES 6
-#endif
-#ifndef STEP_JOBS
-#define STEP_JOBS 2
-#endif
-#ifndef STEP_PDL
-#define STEP_PDL 1
-#endif
-constexpr int kPrepWarps = STEP_PREP, kConsumers = STEP_CONSUMERS;
-constexpr int kStepThreads = 32 * (1 + kPrepWarps + kConsumers);
+constexpr int kConsumers = 7;
+constexpr int kStepThreads = 32 * (3 + kConsumers);
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
 #endif
-constexpr int kTailJobs = STEP_TAIL_JOBS, kTailPart = STEP_TAIL_PART;
 constexpr int kTile = 8;  // tokens in a product
-constexpr int kMaxHeads = STEP_HEADS;
+constexpr int kMaxHeads = 4;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
-constexpr int kBarrierBytes = round_up((3 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
+constexpr int kTailJobs = 2;  // of a CTA that begins late
+constexpr int kBarrierBytes = round_up((4 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
 
 // The shared memory of a job; offsets in bytes, strides in floats. The records of B and B^T C are the row's new tokens,
 // then its history, newest first.
@@ -112,17 +90,17 @@ struct StageLayout {
 
 struct MmaParams {
   ScanParams scan;
-  int heads_per_group, slices;  // slices a head
-  int heads, chunks;            // heads a job, jobs a group
-  int num_jobs;
-  int max_tokens;
-  int job_buffers, stages, consumers, preparers;
-  int resident, static_jobs;  // CTAs that share jobs evenly; jobs that they have, the others have kTailJobs each
-  bool flush_only;              // the flush op: no tokens
-  bool paired;                  // outputs can be stored two at a time
+  int heads_per_group, slices;         // slices a head
+  int heads, chunks;                   // heads a job, jobs a group
+  int num_jobs;                        // ordered by row, group, chunk
+  int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
+  int max_tokens;                      // of a row
+  int stages, consumers, job_buffers;  // consumers <= stages
   JobLayout job;
   StageLayout stage;
-  uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
+  bool flush_only;     // the flush op: no tokens
+  bool paired;         // outputs can be stored two at a time
+  uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
 // ---- instructions --------------------------------------------------------------------------------------------------
@@ -157,14 +135,15 @@ __device__ inline void request_input(Staged* target, const Staged* source, bool 
 
 // ---- a slice of the state ------------------------------------------------------------------------------------------
 
-// A slice of a checkpoint format in shared memory, as a lane sees it: as in the checkpoint, but with 64 bytes behind
-// every pair of rows, so that the 8 lanes of a load meet no bank twice.
+// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes
+// part its halves. Lane (g, t) has a pair of rows of one half or the other, so that the 8 lanes of a load meet no bank
+// twice.
 template <typename Stored>
 struct Slice {
   static constexpr int kVec = Packed<Stored>::kVec;
   static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
-  static constexpr int kPairBytes = 2 * kRowBytes, kPairStride = kPairBytes + 64;
-  static constexpr int kBytes = kSliceWidth / 2 * kPairStride;
+  static constexpr int kHalfBytes = kSliceWidth / 2 * kRowBytes, kHalfStride = kHalfBytes + 64;
+  static constexpr int kBytes = kHalfStride + kHalfBytes;
   static constexpr int kBlocks = kRowBytes / 64;  // of 4 lanes' 16 bytes
   // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
   static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
@@ -172,9 +151,13 @@ struct Slice {
   char* base;
   int lane;
 
-  // 16 bytes of block `block`, of row 2g + `row`.
+  // The lane's first row.
+  __device__ static int first_row(int lane) { return lane / 8 * 2 + lane / 4 % 2 * (kSliceWidth / 2); }
+
+  // 16 bytes of block `block`, of the lane's first or second row.
   __device__ uint4& piece(int block, int row) const {
-    return *reinterpret_cast<uint4*>(base + lane / 4 * kPairStride + lane % 4 * 16 + row * kRowBytes + block * 64);
+    return *reinterpret_cast<uint4*>(base + lane / 8 * 2 * kRowBytes + lane / 4 % 2 * kHalfStride + lane % 4 * 16 +
+                                     row * kRowBytes + block * 64);
   }
 
   __device__ void clear() const {
@@ -187,15 +170,13 @@ struct Slice {
     const char* const bytes = reinterpret_cast<const char*>(source);
 #if __CUDA_ARCH__ >= 900
     if (elect_lane()) {
-#pragma unroll
-      for (int k = 0; k < kSliceWidth / 2; ++k) {
-        request_block(base + k * kPairStride, bytes + k * kPairBytes, kPairBytes, barrier);
-      }
+      request_block(base, bytes, kHalfBytes, barrier);
+      request_block(base + kHalfStride, bytes + kHalfBytes, kHalfBytes, barrier);
     }
 #else
 #pragma unroll
-    for (int k = 0; k < kSliceWidth * kRowBytes; k += 512) {
-      request_16_bytes(base + k / kPairBytes * kPairStride + k % kPairBytes + lane * 16, bytes + k + lane * 16);
+    for (int k = 0; k < 2 * kHalfBytes; k += 512) {
+      request_16_bytes(base + k + (k < kHalfBytes ? 0 : kHalfStride - kHalfBytes) + lane * 16, bytes + k + lane * 16);
     }
 #endif
   }
@@ -235,7 +216,7 @@ struct Slice {
   __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
                        const float* weight, float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
-    const int g = lane / 4, t = lane % 4;
+    const int t = lane % 4;
     const RoundingKey key = owner.key();
     bool finite = true;
 #pragma unroll 1
@@ -250,7 +231,7 @@ struct Slice {
       for (int b = 0; b < kPart; ++b)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int row = 2 * g + i, column = ((part + b) * 4 + t) * kVec;
+          const int row = first_row(lane) + i, column = ((part + b) * 4 + t) * kVec;
           const uint4 folded = pack_plain<Stored>(owner, key, p + row, column, state[i][b]);
           finite = finite && is_finite<Stored>(folded);
           piece(part + b, i) = folded;
@@ -319,8 +300,8 @@ struct Cta {
   const JobLayout& layout;
   const StageLayout& stage_layout;
   char *job_buffers, *stages;
-  Barrier *known, *ready, *released;  // of each job buffer
-  Barrier *full, *empty;              // of each stage
+  Barrier *known, *multiplied, *ready, *released;  // of each job buffer
+  Barrier *full, *empty;                           // of each stage
   int lane;
   int first_job, job_step, end_job;
 
@@ -331,16 +312,17 @@ struct Cta {
         job_buffers(shared + kBarrierBytes),
         stages(job_buffers + params.job_buffers * layout.bytes),
         known(reinterpret_cast<Barrier*>(shared)),
-        ready(known + kMaxJobBuffers),
+        multiplied(known + kMaxJobBuffers),
+        ready(multiplied + kMaxJobBuffers),
         released(ready + kMaxJobBuffers),
         full(released + kMaxJobBuffers),
         empty(full + kMaxStages),
         lane(threadIdx.x % 32) {
     const int block = blockIdx.x;
     const bool shares = block < params.resident;
-    first_job = shares ? block : params.static_jobs + (block - params.resident) * kTailJobs;
+    first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
     job_step = shares ? params.resident : 1;
-    end_job = shares ? params.static_jobs : min(first_job + kTailJobs, params.num_jobs);
+    end_job = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
   }
 
   __device__ void init_barriers(int warp) const {
@@ -351,6 +333,7 @@ struct Cta {
       }
     };
     init(known, params.job_buffers, 1);
+    init(multiplied, params.job_buffers, 1);
     init(ready, params.job_buffers, 1);
     init(released, params.job_buffers, params.consumers);
     init(full, params.stages, 33);
@@ -426,62 +409,42 @@ struct Cta {
     }
   }
 
-  // ---- preparation: everything of a job but state and x ----
-  __device__ void prepare(int warp) const {
-    int buffer = warp;
+  // ---- preparation: everything of a job but state and x; one warp has the products, one the weights ----
+  template <typename F>
+  __device__ void prepare(bool reporter, F&& of_job) const {
+    int buffer = 0;
     uint32_t phase = 0;
-    while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
 #pragma unroll 1
-    for (int index = first_job + warp * job_step; index < end_job; index += params.preparers * job_step) {
+    for (int index = first_job; index < end_job; index += job_step) {
       const Job job(params, index);
-      const bool live = job.is_live(params, lane == 0);
+      const bool live = job.is_live(params, reporter && lane == 0);
       await(released + buffer, phase ^ 1);
-      if (live) {
-        prepare(job, buffer);
-      } else {
-        if (lane == 0) info(buffer).items = 0;
-        if (lane == 0) arrive(ready + buffer);
-        if (lane == 0) arrive(known + buffer);
-      }
-      buffer += params.preparers;
-      while (buffer >= params.job_buffers) buffer -= params.job_buffers, phase ^= 1;
+      of_job(job, live, buffer, phase);
+      if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
     }
   }
 
-  __device__ void prepare(const Job& job, int buffer) const {
+  __device__ void prepare_products(const Job& job, bool live, int buffer, uint32_t phase) const {
+    if (!live) {
+      if (lane == 0) info(buffer).items = 0;
+      if (lane == 0) arrive(multiplied + buffer);
+      await(ready + buffer, phase);
+      if (lane == 0) arrive(known + buffer);
+      return;
+    }
     const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
-    const int R = problem.ring_rows, window = problem.config.window;
+    const int R = problem.ring_rows;
     const int T = job.tokens(params), h = job.records(params);
     const bool fold = (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed;
     const int history = fold ? 0 : h;
-    const int first_head = job.first_head(params), heads = job.heads(params);
     const int g = lane / 4, t = lane % 4;
     Staged* const new_B = staged(buffer, layout.b);
     Staged* const B = new_B + T * kStride;
     Staged* const C = staged(buffer, layout.c);
     float* const query = floats(buffer, layout.query);
     float* const products = floats(buffer, layout.g);
-    float* const delta = floats(buffer, layout.delta);
-    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
-
-    // 1. What has to come from memory. Half a warp has a head's tokens.
     const int64_t first_token = job.plan.first_token;
-    const int s = lane % 16;
-    uint32_t dt_bits[kMaxHeads / 2] = {}, bias_bits[kMaxHeads / 2] = {};
-#pragma unroll
-    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
-      const int k = 2 * pass + lane / 16;
-      if (k >= heads || s >= T) continue;
-      dt_bits[pass] = load_bits(args.dt.data, args.dt.dtype,
-                                (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
-      if (args.dt_bias.data) bias_bits[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
-    }
-    uint32_t rate_bits = 0, skip_bits = 0;
-    if (lane < heads) {
-      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
-      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + lane);
-    }
     Staged* const b_ring =
         reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) + job.group * R * N;
     const int part_row = lane / kParts, part_column = lane % kParts * 8;
@@ -503,30 +466,24 @@ struct Cta {
       if (position < 0) position += R;
       request_16_bytes(B + i * kStride + part_column, b_ring + (i < h ? position : 0) * N + part_column, i < h);
     }
-    float* const delta_ring =
-        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + first_head * R;
-#pragma unroll 1
-    for (int k = 0; k < heads; ++k) {
-#pragma unroll 1
-      for (int i = lane; i < h; i += 32) {
-        int position = job.plan.ring_row - 1 - i;
-        if (position < 0) position += R;
-        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
-      }
-    }
     if (lane == 0) {
-      info(buffer) = JobInfo{job.plan.stream, job.plan.writes, job.row, job.plan.slot,
-                             job.plan.first_token, T, h, job.plan.ring_row, first_head,
-                             heads * params.slices, fold, job.stored_before(params)};
-    }
-#pragma unroll 1
-    for (int i = 4 * lane; i < heads * layout.u_stride; i += 128) {
-      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      info(buffer) = JobInfo{job.plan.stream,
+                             job.plan.writes,
+                             job.row,
+                             job.plan.slot,
+                             job.plan.first_token,
+                             T,
+                             h,
+                             job.plan.ring_row,
+                             job.first_head(params),
+                             job.heads(params) * params.slices,
+                             fold,
+                             job.stored_before(params)};
     }
     await_requests();
     __syncwarp();
 
-    // 2. The query in float32; the CTA of the group's first heads appends B to the ring.
+    // The query in float32; the CTA of the group's first heads appends B to the ring.
 #pragma unroll 1
     for (int i = part_row; i < T; i += kRowsAtOnce) {
       float value[8];
@@ -540,8 +497,8 @@ struct Cta {
     __syncwarp();
     if (lane == 0) arrive(known + buffer);
 
-    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with zeros
-    // up to a multiple of 8 records.
+    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
+    // zeros up to a multiple of 8 records.
     const int count = T + history, padded_count = T + round_up(history, 8);
 #pragma unroll 1
     for (int first = 0; first < padded_count; first += 16) {
@@ -568,10 +525,59 @@ struct Cta {
       }
     }
     __syncwarp();
+    if (lane == 0) arrive(multiplied + buffer);
+  }
 
-    // 4. Every head's weights.
+  __device__ void prepare_weights(const Job& job, bool live, int buffer, uint32_t phase) const {
+    if (!live) {
+      if (lane == 0) arrive(ready + buffer);
+      return;
+    }
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int R = problem.ring_rows, window = problem.config.window;
+    const int T = job.tokens(params), h = job.records(params);
+    const int first_head = job.first_head(params), heads = job.heads(params);
+    const float* const products = floats(buffer, layout.g);
+    float* const delta = floats(buffer, layout.delta);
+    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
+
+    float* const delta_ring =
+        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + first_head * R;
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        int position = job.plan.ring_row - 1 - i;
+        if (position < 0) position += R;
+        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
+      }
+    }
+    // Half a warp has a head's tokens.
+    const int64_t first_token = job.plan.first_token;
+    const int s = lane % 16;
+    uint32_t dt_bits[kMaxHeads / 2] = {}, bias_bits[kMaxHeads / 2] = {};
+#pragma unroll
+    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
+      const int k = 2 * pass + lane / 16;
+      if (k >= heads || s >= T) continue;
+      dt_bits[pass] = load_bits(args.dt.data, args.dt.dtype,
+                                (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
+      if (args.dt_bias.data) bias_bits[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
+    }
+    uint32_t rate_bits = 0, skip_bits = 0;
+    if (lane < heads) {
+      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
+      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + lane);
+    }
+#pragma unroll 1
+    for (int i = 4 * lane; i < heads * layout.u_stride; i += 128) {
+      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
     const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
     const float skip = bits_to_float(skip_bits, args.D.dtype);
+    await_requests();
+    __syncwarp();
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
       const float decay = weigh_history(delta + k * window, __shfl_sync(~0u, rate, k), h, lane,
@@ -598,6 +604,7 @@ struct Cta {
         if (s >= distance) sum = __fadd_rn(sum, other);
       }
       if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
+      if (pass == 0) await(multiplied + buffer, phase);
       float exponent = 0.0f;
 #pragma unroll 1
       for (int back = 0; back < T; ++back) {
@@ -615,7 +622,8 @@ struct Cta {
     if (lane == 0) arrive(ready + buffer);
   }
 
-  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of rows.
+  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of
+  // rows.
   __device__ void add_not_finite(const Staged* x, const float* weights, int count, int s, float (&y)[4]) const {
 #pragma unroll 1
     for (int r = 0; r < count; ++r) {
@@ -633,7 +641,7 @@ struct Cta {
     const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
     const int P = problem.geometry.head_dim, R = problem.ring_rows;
-    const int g = lane / 4, t = lane % 4, half_slice = lane % 2 * 8;
+    const int g = lane / 4, t = lane % 4, half_slice = lane % 2 * 8, own_row = State::first_row(lane);
     int item = warp, stage = warp, buffer = 0;  // the next item, counted from the job's first
     uint32_t phase = 0, job_phase = 0;
     while (stage >= params.stages) stage -= params.stages, phase ^= 1;
@@ -647,16 +655,15 @@ struct Cta {
         const float* const query = floats(buffer, layout.query);
         const float* const products = floats(buffer, layout.g);
         int local_head = item / params.slices, slice = item - local_head * params.slices;
-        Staged* const x_append =
-            reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
-            (job.first_head * R + ring_position(job.ring_row, lane / 2, R)) * P + half_slice;
+        Staged* const x_append = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
+                                 (job.first_head * R + ring_position(job.ring_row, lane / 2, R)) * P + half_slice;
         Staged* const out = static_cast<Staged*>(args.out.data) +
                             static_cast<int64_t>(job.first_token) * args.out.stride[0] +
-                            job.first_head * args.out.stride[1] + 2 * g;
+                            job.first_head * args.out.stride[1] + own_row;
 #pragma unroll 1
         for (; item < job.items; item += params.consumers) {
           char* const source = stages + stage * stage_layout.bytes;
-          const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + 2 * g;
+          const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
           const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
           const State state{source, lane};
           const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
@@ -664,19 +671,18 @@ struct Cta {
           await(full + stage, phase);
           if (lane < 2 * T) {
             *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
-                *reinterpret_cast<const uint4*>(new_x - 2 * g + lane / 2 * kSliceWidth + half_slice);
+                *reinterpret_cast<const uint4*>(new_x - own_row + lane / 2 * kSliceWidth + half_slice);
           }
           if (job.fold) {
             await(ready + buffer, job_phase);
             if (!job.stored_before) state.clear();
             const int head = job.first_head + local_head;
-            const StateOwner owner{problem, params.scan.layer, params.scan.error, head, job.row, job.stream,
-                                   job.writes};
-            Stored* const checkpoint =
-                reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
-                (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride, weights - t,
-                       floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            const StateOwner owner{problem, params.scan.layer, params.scan.error, head,
+                                   job.row, job.stream,        job.writes};
+            Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
+                                       (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
+            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
+                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
           }
 #pragma unroll 1
           for (int first = 0; first < T; first += kTile) {
@@ -706,8 +712,8 @@ struct Cta {
             }
 
             const int s = first + 2 * t;
-            const float2 since = *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) +
-                                                                  local_head * layout.g_stride + s);
+            const float2 since =
+                *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) + local_head * layout.g_stride + s);
             y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
             const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride;
             bool finite = true;
@@ -771,10 +777,16 @@ __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(cons
   begin_early();
   if (warp == 0) {
     cta.produce();
-  } else if (warp <= kPrepWarps) {
-    if (warp <= params.preparers) cta.prepare(warp - 1);
-  } else if (warp - 1 - kPrepWarps < params.consumers) {
-    cta.consume(warp - 1 - kPrepWarps);
+  } else if (warp == 1) {
+    cta.prepare(true, [&](const Job& job, bool live, int buffer, uint32_t phase) {
+      cta.prepare_products(job, live, buffer, phase);
+    });
+  } else if (warp == 2) {
+    cta.prepare(false, [&](const Job& job, bool live, int buffer, uint32_t phase) {
+      cta.prepare_weights(job, live, buffer, phase);
+    });
+  } else if (warp - 3 < params.consumers) {
+    cta.consume(warp - 3);
   }
 }
 
@@ -787,12 +799,6 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
-#ifndef STEP_LIMIT
-#define STEP_LIMIT 0
-#endif
-constexpr int kMinStages = STEP_MIN_STAGES;
-constexpr int64_t kEnoughJobs = STEP_ENOUGH;
-
 int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
   const bool known = cudaGetDevice(&device) == cudaSuccess &&
@@ -800,12 +806,18 @@ int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
   return known ? value : otherwise;
 }
 
-// What leaves room for kCtasPerSm CTAs, each of which takes 1 KB more; at least what one can have.
+// Shared memory of a CTA that leaves room for kCtasPerSm, each of which takes 1 KB more; at least kSharedLimit.
 int shared_limit() {
   const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
-  if (STEP_LIMIT) return STEP_LIMIT;
   return std::max(kSharedLimit, of_sm / kCtasPerSm - 1024);
 }
+
+// A job has as many heads as its buffers leave room for kEnoughStages and jobs occupy the CTAs evenly.
+constexpr int kEnoughStages = 6;
+static_assert(kBarrierBytes +
+                  JobLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride).bytes +
+                  StageLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, Slice<float>::kBytes).bytes <=
+              kSharedLimit);
 
 replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t rows, const ScanParams& scan,
                             bool flush_only) {
@@ -822,32 +834,34 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
     const int window = problem.config.window, limit = shared_limit();
+    const int ctas = kCtasPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
     const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
     params.stage = StageLayout(window, params.max_tokens, State::kBytes);
+    auto stages_beside = [&](int buffers) {
+      return (limit - kBarrierBytes - buffers * params.job.bytes) / params.stage.bytes;
+    };
     for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
       params.job = JobLayout(window, params.max_tokens, heads, State::kQueryStride);
-      if (heads == 1 || (2 * params.job.bytes + kMinStages * params.stage.bytes + kBarrierBytes <= limit &&
-                         groups * params.chunks >= kEnoughJobs)) {
-        break;
-      }
+      const int64_t jobs = groups * params.chunks, rounds = (jobs + ctas - 1) / ctas;
+      if (heads == 1 || (10 * jobs >= 9 * rounds * ctas && stages_beside(2) >= kEnoughStages)) break;
+    }
+    if (groups * params.chunks > INT32_MAX) {
+      return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
-    auto stages = [&] { return (limit - kBarrierBytes - params.job_buffers * params.job.bytes) / params.stage.bytes; };
-    for (params.job_buffers = params.heads == 1 ? 4 : STEP_JOBS; params.job_buffers > 1 && stages() < kMinStages;
-         --params.job_buffers) {
-    }
-    params.stages = std::min(stages(), kMaxStages);
+    params.job_buffers = params.heads == 1 ? kMaxJobBuffers : 2;
+    while (params.job_buffers > 1 && stages_beside(params.job_buffers) < kEnoughStages) --params.job_buffers;
+    params.stages = std::min(stages_beside(params.job_buffers), kMaxStages);
     params.consumers = std::min(params.stages, kConsumers);
-    params.preparers = std::min(params.job_buffers, kPrepWarps);
-    const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
-    params.resident = std::min(params.num_jobs, kCtasPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1));
+    params.resident = std::min(params.num_jobs, ctas);
     const int rounds = params.num_jobs / params.resident;
-    params.static_jobs = rounds < 4 || kTailPart == 0 ? params.num_jobs : (rounds - std::max(1, rounds / std::max(1, kTailPart))) * params.resident;
-    const int blocks = params.resident + (params.num_jobs - params.static_jobs + kTailJobs - 1) / kTailJobs;
-    auto* const kernel = choose_mma<decltype(stored)>(problem.config.activation);
-    return launch(op, true, limit, kernel, blocks, kStepThreads, shared, exec, params);
+    params.shared_jobs = rounds < 4 ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
+    const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
+    const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
+    return launch(op, true, limit, choose_mma<decltype(stored)>(problem.config.activation), params.resident + late,
+                  kStepThreads, shared, exec, params);
   });
 }
 
