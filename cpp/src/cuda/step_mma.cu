@@ -182,7 +182,7 @@ struct Slice {
   }
 
   // sum = S C for the 8 tokens of which `token`, a row of C in float32, is the g-th. Lane (g, t) gets tokens 2t, 2t + 1
-  // of row 2g, then of row 2g + 1.
+  // of its first row, then of its second.
   __device__ void multiply(const float* token, uint32_t mask, float (&sum)[4]) const {
     const int t = lane % 4;
     float high[2][4] = {}, low[2][4] = {};
