@@ -39,12 +39,12 @@ constexpr int kSharedLimit = 99 * 1024;
 // What needs no request: 48 KB, together with the shared memory of fixed size that kernels have, here up to 1.2 KB.
 constexpr int kUnaskedShared = 48 * 1024 - 1280;
 
-// Permits a kernel dynamic shared memory up to kSharedLimit. Where that and its memory of fixed size are more than the
+// Permits a kernel dynamic shared memory up to `limit`. Where that and its memory of fixed size are more than the
 // GPU grants a CTA (RTX: 99 KB for both), what is left; the largest window and head then fail when they are launched.
 template <typename Kernel>
-cudaError_t permit_shared(Kernel* kernel) {
+cudaError_t permit_shared(Kernel* kernel, int limit = kSharedLimit) {
   constexpr auto kAttribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  cudaError_t error = cudaFuncSetAttribute(kernel, kAttribute, kSharedLimit);
+  cudaError_t error = cudaFuncSetAttribute(kernel, kAttribute, limit);
   if (error != cudaErrorInvalidValue) return error;
   cudaGetLastError();  // it is dealt with
   int device = 0, granted = 0;
@@ -62,18 +62,50 @@ cudaError_t permit_shared(Kernel* kernel) {
 // in load_kernels(): the call is no stream operation, so it may happen under capture. Always up to the same limit, so
 // that no launch takes back what another thread's launch was granted.
 template <typename... Params>
-replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
-                        const replayssm_exec& exec, const std::decay_t<Params>&... params) {
+replayssm_status launch(const char* op, bool early, int shared_limit, void (*kernel)(Params...), int64_t blocks,
+                        int threads, size_t shared, const replayssm_exec& exec, const std::decay_t<Params>&... params) {
   if (blocks > INT32_MAX) {
     return fail(REPLAYSSM_UNSUPPORTED, "%s: the call needs %lld thread blocks, the limit is %d", op,
                 static_cast<long long>(blocks), INT32_MAX);
   }
   if (shared > kUnaskedShared) {
-    const cudaError_t error = permit_shared(kernel);
+    const cudaError_t error = permit_shared(kernel, shared_limit);
     if (error != cudaSuccess) return check(error, op);
   }
-  kernel<<<static_cast<unsigned>(blocks), threads, shared, stream_of(exec)>>>(params...);
-  return check(cudaGetLastError(), op);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream_of(exec);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return check(cudaLaunchKernelEx(&config, kernel, params...), op);
+}
+
+template <typename... Params>
+replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+                        const replayssm_exec& exec, const std::decay_t<Params>&... params) {
+  return launch(op, false, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
+}
+
+// The kernel may begin before the one before it in the stream has ended, if that allows it: every thread's first act is
+// begin_early().
+template <typename... Params>
+replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
+                              const replayssm_exec& exec, const std::decay_t<Params>&... params) {
+  return launch(op, true, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
+}
+
+// Of a kernel launched early: lets the next one begin, if that was launched early too, and waits for the one before.
+// Comes before any access to global memory.
+__device__ inline void begin_early() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Brings a kernel's code into the current context (modules load lazily otherwise).

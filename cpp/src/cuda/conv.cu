@@ -35,6 +35,7 @@ struct ConvParams {
 // kTaps: K itself where it is 4, else 8, the window's older taps being zero and never loaded.
 template <typename T, int kTaps>
 __global__ __launch_bounds__(kThreads) void conv_kernel(const __grid_constant__ ConvParams params) {
+  begin_early();
   constexpr int kType = kDtypeOf<T>;
   const Problem& problem = params.problem;
   const replayssm_conv_args& args = params.args;
@@ -188,7 +189,7 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                           rows_aligned(args.in),
                           rows_aligned(args.out),
                           weight % (4 * element_size(args.weight.dtype)) == 0};
-  return launch("conv_step", choose_conv(problem.config.activation, problem.geometry.conv_kernel),
+  return launch_early("conv_step", choose_conv(problem.config.activation, problem.geometry.conv_kernel),
                 static_cast<int64_t>(rows) * stretches * channel_blocks, kThreads, 0, exec, params);
 }
 

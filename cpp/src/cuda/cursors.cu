@@ -79,6 +79,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
                                                             const int32_t* slots, const int32_t* counts,
                                                             int32_t uniform_count, int32_t rows, void* plan,
                                                             NextArgs args) {
+  begin_early();
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
@@ -245,6 +246,7 @@ __device__ bool still_planned(const replayssm_table& table, const replayssm_plan
 
 __global__ void commit_kernel(replayssm_table table, const replayssm_plan_row* planned, int32_t rows,
                               const int32_t* accepted, replayssm_plan_use use) {
+  begin_early();
   const int32_t i = blockIdx.x * kRowThreads + threadIdx.x;
   int64_t added[REPLAYSSM_NUM_COUNTERS] = {};
   if (i < rows && planned[i].slot >= 0) {
@@ -282,7 +284,7 @@ replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table,
 
 replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
                       const int32_t* slots, const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
-  return launch("plan", plan_kernel<false>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count,
+  return launch_early("plan", plan_kernel<false>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count,
                 rows, plan, NextArgs{});
 }
 
@@ -290,7 +292,7 @@ replayssm_status plan_next(const replayssm_exec& exec, const Problem& problem, c
                            const int32_t* slots, const int32_t* counts, const int32_t* accepted, int32_t rows,
                            int32_t row_tokens, void* plan, replayssm_error* status) {
   const bool folded = row_tokens > problem.config.max_step_tokens;
-  return launch("plan_next", plan_kernel<true>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, 0, rows, plan,
+  return launch_early("plan_next", plan_kernel<true>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, 0, rows, plan,
                 NextArgs{accepted, row_tokens, folded, status});
 }
 
@@ -302,7 +304,7 @@ replayssm_status plan_lengths(const replayssm_exec& exec, const Problem& problem
 replayssm_status commit(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
                         const int32_t* accepted, replayssm_plan_use use) {
   if (rows == 0) return REPLAYSSM_OK;
-  return launch("commit", commit_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows, accepted,
+  return launch_early("commit", commit_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows, accepted,
                 use);
 }
 

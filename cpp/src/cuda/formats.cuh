@@ -158,10 +158,39 @@ __device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t rand
   return fp16_sr_code(first, random & 0x1fffu) | fp16_sr_code(second, random >> 16 & 0x1fffu) << 16;
 }
 
+// The same for numbers of fp16_sr_hardware(): the random bits are added below the last that stays, and what they don't
+// carry into it is cut off.
+__device__ inline uint32_t pack_common_fp16_sr(float first, float second, uint32_t random) {
+  uint32_t pair;
+#ifdef REPLAYSSM_CVT_RS
+  asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
+#else
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(pair)
+      : "f"(bits_float(float_bits(second) + (random >> 16 & 0x1fffu))),
+        "f"(bits_float(float_bits(first) + (random & 0x1fffu))));
+#endif
+  return pair;
+}
+
 // The 8 columns of a draw.
 __device__ inline uint4 pack_fp16_sr(const float (&value)[kFp16PerDraw], const RandomWords& random) {
-  return make_uint4(pack_fp16_sr(value[0], value[1], random.word[0]), pack_fp16_sr(value[2], value[3], random.word[1]),
-                    pack_fp16_sr(value[4], value[5], random.word[2]), pack_fp16_sr(value[6], value[7], random.word[3]));
+  bool common = true;
+#pragma unroll
+  for (int i = 0; i < kFp16PerDraw; ++i) common = common && fp16_sr_hardware(value[i]);
+  uint32_t pair[kFp16PerDraw / 2];
+  if (common) {
+#pragma unroll
+    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
+      pair[i] = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
+      pair[i] = pack_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
+    }
+  }
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

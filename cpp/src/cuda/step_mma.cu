@@ -8,74 +8,99 @@
 // decays up to s, v_i = delta_i exp(e(i,h)) and d = exp(e(0,h)) are the weights that a flush folds with, and u_rs =
 // delta_r exp(e(r,s)) (B_r . C_s). All exponents are sums of terms <= 0 from the newest backwards, never differences.
 //
-// A CTA owns some heads of one group of one row. It stages B and C of the group, forms B^T C and every head's weights
-// once, and from there on its four warps go without a barrier. The unit of work is a slice, 16 rows of one head; the
-// warps take the CTA's slices in turn, so that what they read at a time is one run of memory.
-//  1. A warp's slices come to shared memory by asynchronous copies of whole lines, asked for as soon as the slice
-//     before was read (of 16-bit formats, the one before that); x of the slice's records an item ahead too.
-//  2. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes rows 2g and 2g + 1,
+// The unit of work is a slice, 16 rows of one head; a job is some heads of one group of one row. Two CTAs an SM go from
+// job to job, so that state comes without a pause, and their warps hand each other buffers (pipeline.cuh):
+//  1. One copies: job after job, slice after slice, the state and its records of x into a ring of stages.
+//  2. One prepares products: it stages B and C of the job's group and forms B^T C. One prepares weights: v, d, u and f
+//     of the job's heads. Both are a job or more ahead of the slices.
+//  3. The others consume: each takes every n-th stage.
+// The CTAs share the first seven eighths of the jobs evenly; the rest goes two by two to CTAs that begin when one of
+// these has ended, for SMs are not equally fast and a job that flushes takes longer.
+//
+// A consumer's work:
+//  1. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes a pair of rows,
 //     and of every block of columns the t-th 16 bytes: the order of a product's terms is free, so that what vector
 //     loads bring is the operand. A float32 state is split in a high part of 11 bits and the rest, of which the tensor
-//     cores take 11 more: two products. 16-bit states, C, x and B are exact in TF32. The sum over the history is a
-//     product too: x exact, weights split.
-//  3. The sums over new tokens, a triangle, are not: a later token is skipped, not multiplied by zero, for it may be
-//     NaN. The CUDA cores add them to the accumulators.
-//  4. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
+//     cores take 11 more: two products. 16-bit states, C, x and B are exact in TF32.
+//  2. The sums over the history and over the new tokens are products too: x exact, weights split. A new token must not
+//     touch those before it, even if it is a NaN, of which zero times is one: x that is not finite is left out of the
+//     product, and added by the CUDA cores to the tokens that it belongs to.
+//  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
 //     rounding. What is stored is kept: the outputs read what the next step will read.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
-// it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
+// it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
 
 #include "head_state.cuh"
+#include "pipeline.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
+constexpr int kConsumers = 7;
+constexpr int kStepThreads = 32 * (3 + kConsumers);
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+constexpr int kCtasPerSm = 2;
+#else
+constexpr int kCtasPerSm = 1;
+#endif
 constexpr int kTile = 8;  // tokens in a product
+constexpr int kMaxHeads = 4;
+constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
+constexpr int kTailJobs = 2;  // of a CTA that begins late
+constexpr int kBarrierBytes = round_up((4 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
+
+// The shared memory of a job; offsets in bytes, strides in floats. The records of B and B^T C are the row's new tokens,
+// then its history, newest first.
+struct JobLayout {
+  int g_stride, v_stride, u_stride;     // of a record of B^T C and of u; of a head of v; of a head of u
+  int b, c, query, g;                   // the info is at 0
+  int delta, v, u, decay, token_decay;  // of each head
+  int bytes;
+
+  JobLayout() = default;
+  __host__ __device__ constexpr JobLayout(int window, int tokens, int heads, int query_stride)
+      : g_stride(round_up(tokens, kTile)),
+        v_stride(round_up(window, 32)),
+        u_stride(g_stride * g_stride),
+        b(80),
+        c(b + (tokens + round_up(window, 8)) * kStride * 2),
+        query(c + tokens * kStride * 2),
+        g(query + tokens * query_stride * 4),
+        delta(g + round_up(tokens + round_up(window, 8), 16) * g_stride * 4),
+        v(delta + heads * window * 4),
+        u(round_up(v + heads * v_stride * 4, 16)),
+        decay(u + heads * u_stride * 4),
+        token_decay(round_up(decay + heads * 4, 8)),
+        bytes(round_up(token_decay + heads * g_stride * 4, 16)) {}
+};
+
+// Of a stage: a slice of the state at 0, and x [history_rows + tokens][16] of its rows.
+struct StageLayout {
+  int history_rows, x, bytes;
+
+  StageLayout() = default;
+  __host__ __device__ constexpr StageLayout(int window, int tokens, int state_bytes)
+      : history_rows(round_up(window, 8)),
+        x(state_bytes),
+        bytes(round_up(x + (history_rows + tokens) * kSliceWidth * 2, 128)) {}
+};
 
 struct MmaParams {
   ScanParams scan;
-  int heads_per_group, slices;  // slices a head
-  int heads, chunks;            // heads a CTA, CTAs a group
-  bool flush_only;              // the flush op: no tokens
-  bool paired;                  // outputs can be stored two at a time
-  uint32_t tf32_mask;           // kTf32Mask, hidden from the compiler: see split()
-};
-
-// Shared memory of a CTA; offsets in bytes, strides in floats. Records of the history are newest first.
-struct MmaShared {
-  int g_stride, v_stride, u_stride;  // of a record of B^T C and of u; of a head of v; of a head of u
-  int b_new, c, query, g, g_new;     // B of the history is at 0
-  int delta, step, rate, skip, v, u, decay, token_decay;  // of each head
-  int warp, history_rows, x_rows, x, warp_bytes;          // a warp's part: state at 0; x [2][history_rows + tokens][16]
-  int bytes;
-
-  __host__ __device__ constexpr MmaShared(int window, int tokens, int heads, int query_stride, int state_bytes)
-      : g_stride(round_up(tokens, kTile)),
-        v_stride(round_up(window, 32)),
-        u_stride(tokens * g_stride),
-        b_new(round_up(window, 8) * kStride * 2),
-        c(b_new + tokens * kStride * 2),
-        query(c + tokens * kStride * 2),
-        g(query + tokens * query_stride * 4),
-        g_new(g + round_up(window, 16) * g_stride * 4),
-        delta(g_new + u_stride * 4),
-        step(delta + heads * window * 4),
-        rate(step + heads * tokens * 4),
-        skip(rate + heads * 4),
-        v(skip + heads * 4),
-        u(round_up(v + heads * v_stride * 4, 8)),
-        decay(u + heads * u_stride * 4),
-        token_decay(round_up(decay + heads * 4, 8)),
-        warp(round_up(token_decay + heads * g_stride * 4, 16)),
-        history_rows(round_up(window, 8)),
-        x_rows(history_rows + tokens),
-        x(state_bytes),
-        warp_bytes(x + 2 * x_rows * kSliceWidth * 2),
-        bytes(warp + kWarps * warp_bytes) {}
+  int heads_per_group, slices;         // slices a head
+  int heads, chunks;                   // heads a job, jobs a group
+  int num_jobs;                        // ordered by row, group, chunk
+  int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
+  int max_tokens;                      // of a row
+  int stages, consumers, job_buffers;  // consumers <= stages
+  JobLayout job;
+  StageLayout stage;
+  bool flush_only;     // the flush op: no tokens
+  bool paired;         // outputs can be stored two at a time
+  uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
 // ---- instructions --------------------------------------------------------------------------------------------------
@@ -97,26 +122,6 @@ __device__ inline void multiply_pairs(float (&d)[4], uint32_t a0, uint32_t a1, u
   }
 }
 
-// 16 bytes to shared memory, asynchronously. The rest of the line, which is wanted next, comes to the L2.
-__device__ inline void request_16_bytes(void* target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-               "l"(source)
-               : "memory");
-}
-__device__ inline void request_4_bytes(void* target, const void* source) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-      "l"(source)
-      : "memory");
-}
-// Requests are awaited in groups, in order: all but the last kLater.
-__device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLater>
-__device__ inline void await_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
-}
-
 // Eight elements of an input. A loop, so that the common case does not pay for the other.
 template <typename Staged>
 __device__ inline void request_input(Staged* target, const Staged* source, bool aligned) {
@@ -130,26 +135,29 @@ __device__ inline void request_input(Staged* target, const Staged* source, bool 
 
 // ---- a slice of the state ------------------------------------------------------------------------------------------
 
-// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that the halves
-// of the 128-byte lines of every other pair of rows are swapped, so that the 8 lanes of a load meet no bank twice.
+// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes
+// part its halves. Lane (g, t) has a pair of rows of one half or the other, so that the 8 lanes of a load meet no bank
+// twice.
 template <typename Stored>
 struct Slice {
   static constexpr int kVec = Packed<Stored>::kVec;
   static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
-  static constexpr int kBytes = kSliceWidth * kRowBytes;
-  static constexpr int kBlocks = kRowBytes / 64;              // of 4 lanes' 16 bytes
-  static constexpr int kDepth = sizeof(Stored) == 4 ? 1 : 2;  // slices of a warp on their way at a time
+  static constexpr int kHalfBytes = kSliceWidth / 2 * kRowBytes, kHalfStride = kHalfBytes + 64;
+  static constexpr int kBytes = kHalfStride + kHalfBytes;
+  static constexpr int kBlocks = kRowBytes / 64;  // of 4 lanes' 16 bytes
   // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
   static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
 
   char* base;
   int lane;
 
-  // 16 bytes of block `block`, of row 2g + `row`.
+  // The lane's first row.
+  __device__ static int first_row(int lane) { return lane / 8 * 2 + lane / 4 % 2 * (kSliceWidth / 2); }
+
+  // 16 bytes of block `block`, of the lane's first or second row.
   __device__ uint4& piece(int block, int row) const {
-    const int g = lane / 4, swap = g % 2 * 64;
-    return *reinterpret_cast<uint4*>(base + (2 * g + row) * kRowBytes + lane % 4 * 16 + block * 64 +
-                                     (block % 2 ? -swap : swap));
+    return *reinterpret_cast<uint4*>(base + lane / 8 * 2 * kRowBytes + lane / 4 % 2 * kHalfStride + lane % 4 * 16 +
+                                     row * kRowBytes + block * 64);
   }
 
   __device__ void clear() const {
@@ -157,18 +165,24 @@ struct Slice {
     for (int b = 0; b < kBlocks; ++b) piece(b, 0) = piece(b, 1) = make_uint4(0, 0, 0, 0);
   }
 
-  // `source` is the slice in the checkpoint.
-  __device__ void request(const Stored* source) const {
-#pragma unroll
-    for (int k = 0; k < kBytes / 512; ++k) {
-      const bool swap = k * 512 / (2 * kRowBytes) % 2;
-      request_16_bytes(base + k * 512 + (swap ? lane ^ 4 : lane) * 16,
-                       reinterpret_cast<const char*>(source) + k * 512 + lane * 16);
+  // `source` is the slice in the checkpoint. All lanes arrive at the barrier when it has come.
+  __device__ void request(const Stored* source, Barrier* barrier) const {
+    const char* const bytes = reinterpret_cast<const char*>(source);
+#if __CUDA_ARCH__ >= 900
+    if (elect_lane()) {
+      request_block(base, bytes, kHalfBytes, barrier);
+      request_block(base + kHalfStride, bytes + kHalfBytes, kHalfBytes, barrier);
     }
+#else
+#pragma unroll
+    for (int k = 0; k < 2 * kHalfBytes; k += 512) {
+      request_16_bytes(base + k + (k < kHalfBytes ? 0 : kHalfStride - kHalfBytes) + lane * 16, bytes + k + lane * 16);
+    }
+#endif
   }
 
   // sum = S C for the 8 tokens of which `token`, a row of C in float32, is the g-th. Lane (g, t) gets tokens 2t, 2t + 1
-  // of row 2g, then of row 2g + 1.
+  // of its first row, then of its second.
   __device__ void multiply(const float* token, uint32_t mask, float (&sum)[4]) const {
     const int t = lane % 4;
     float high[2][4] = {}, low[2][4] = {};
@@ -202,10 +216,10 @@ struct Slice {
   __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
                        const float* weight, float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
-    const int g = lane / 4, t = lane % 4;
+    const int t = lane % 4;
     const RoundingKey key = owner.key();
     bool finite = true;
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < kBlocks; part += kPart) {
       float state[2][kPart][kVec];
 #pragma unroll
@@ -217,351 +231,562 @@ struct Slice {
       for (int b = 0; b < kPart; ++b)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int row = 2 * g + i, column = ((part + b) * 4 + t) * kVec;
+          const int row = first_row(lane) + i, column = ((part + b) * 4 + t) * kVec;
           const uint4 folded = pack_plain<Stored>(owner, key, p + row, column, state[i][b]);
           finite = finite && is_finite<Stored>(folded);
           piece(part + b, i) = folded;
-          *reinterpret_cast<uint4*>(target + row * kMaxStateDim + column) = folded;
+          __stwb(reinterpret_cast<uint4*>(target + row * kMaxStateDim + column), folded);
         }
     }
     if (!finite) owner.report_not_finite();
   }
 };
 
-static_assert(MmaShared(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride,
-                        Slice<float>::kDepth* Slice<float>::kBytes)
-                  .bytes <= kSharedLimit);
-
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
+// What the consumers have to know of a job.
+struct JobInfo {
+  uint64_t stream;
+  int64_t writes;
+  int32_t row, slot, first_token, tokens, h, ring_row, first_head;
+  int32_t items;  // 0: nothing to do
+  bool fold, stored_before;
+};
+
+struct Job {
+  int row, group, chunk;
+  replayssm_plan_row plan;
+
+  __device__ Job(const MmaParams& params, int index)
+      : row(index / params.chunks / params.scan.problem.geometry.num_groups),
+        group(index / params.chunks % params.scan.problem.geometry.num_groups),
+        chunk(index % params.chunks),
+        plan(params.scan.planned[row]) {}
+
+  __device__ bool is_live(const MmaParams& params, bool reporter) const {
+    const replayssm_scan_args& args = params.scan.args;
+    const int window = params.scan.problem.config.window;
+    if (params.flush_only) {  // step refuses and reports a history beyond the window
+      return plan.slot >= 0 && (plan.flags & REPLAYSSM_ROW_FLUSH) && plan.history <= window;
+    }
+    return admit(plan, row, args.num_tokens, args.max_count, window, false, params.scan.error,
+                 reporter && group == 0 && chunk == 0) &&
+           plan.count > 0;
+  }
+  __device__ int tokens(const MmaParams& params) const { return params.flush_only ? 0 : plan.count; }
+  // Records of history to stage.
+  __device__ int records(const MmaParams& params) const {
+    return (plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed ? 0 : plan.history;
+  }
+  __device__ bool stored_before(const MmaParams& params) const {
+    return !(plan.flags & REPLAYSSM_ROW_EMPTY) || ((plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed);
+  }
+  __device__ int first_head(const MmaParams& params) const {
+    return group * params.heads_per_group + chunk * params.heads;
+  }
+  __device__ int heads(const MmaParams& params) const {
+    return min(params.heads, params.heads_per_group - chunk * params.heads);
+  }
+};
+
+// A CTA's shared memory and jobs.
 template <typename Stored, typename Staged>
-__global__ __launch_bounds__(kThreads, 4) void step_mma_kernel(const __grid_constant__ MmaParams params) {
+struct Cta {
   using State = Slice<Stored>;
-  const Problem& problem = params.scan.problem;
-  const replayssm_scan_args& args = params.scan.args;
-  constexpr int N = kMaxStateDim;
-  const int P = problem.geometry.head_dim, R = problem.ring_rows, window = problem.config.window;
-  // The shuffle tells the compiler that a warp has one index, so that it sees no divergence in the loop over its items.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int chunk = blockIdx.x % params.chunks;
-  const int state_group = blockIdx.x / params.chunks % problem.geometry.num_groups;
-  const int row_index = blockIdx.x / params.chunks / problem.geometry.num_groups;
+  static constexpr int N = kMaxStateDim;
+  static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
 
-  const replayssm_plan_row row = params.scan.planned[row_index];
-  const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH;
-  if (params.flush_only) {
-    if (row.slot < 0 || !flagged || row.history > window) return;  // step refuses and reports the last
-  } else if (!admit(row, row_index, args.num_tokens, args.max_count, window, false, params.scan.error,
-                    state_group == 0 && chunk == 0 && threadIdx.x == 0) ||
-             row.count == 0) {
-    return;
-  }
-  const int T = params.flush_only ? 0 : row.count, max_tokens = params.flush_only ? 0 : args.max_count;
-  const bool fold = flagged && !params.scan.flushed;
-  const int h = flagged && params.scan.flushed ? 0 : row.history;  // records of history to stage
-  const int history = fold ? 0 : h;                                // that outputs see
-  const bool stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || (flagged && params.scan.flushed);
+  const MmaParams& params;
+  const JobLayout& layout;
+  const StageLayout& stage_layout;
+  char *job_buffers, *stages;
+  Barrier *known, *multiplied, *ready, *released;  // of each job buffer
+  Barrier *full, *empty;                           // of each stage
+  int lane;
+  int first_job, job_step, end_job;
 
-  const int first_head = state_group * params.heads_per_group + chunk * params.heads;
-  const int heads = min(params.heads, params.heads_per_group - chunk * params.heads);
-  const int items = heads * params.slices;  // of the CTA; this warp's are warp, warp + kWarps, ...
-
-  extern __shared__ __align__(16) char shared[];
-  const MmaShared layout(window, max_tokens, params.heads, State::kQueryStride, State::kDepth * State::kBytes);
-  auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
-  Staged* const B = reinterpret_cast<Staged*>(shared);
-  Staged* const new_B = reinterpret_cast<Staged*>(shared + layout.b_new);
-  Staged* const C = reinterpret_cast<Staged*>(shared + layout.c);
-  float* const query = floats_at(layout.query);               // C in float32
-  float* const products = floats_at(layout.g);                // B^T C of the history, [h][g_stride]
-  float* const new_products = floats_at(layout.g_new);        // of the new tokens
-  float* const delta = floats_at(layout.delta);               // [heads][window]
-  float* const steps = floats_at(layout.step);                // [heads][tokens]
-  float* const rates = floats_at(layout.rate);                // [heads]
-  float* const skips = floats_at(layout.skip);                // [heads]
-  float* const v = floats_at(layout.v);                       // [heads][v_stride]
-  float* const u = floats_at(layout.u);                       // [heads][tokens][g_stride]
-  float* const decays = floats_at(layout.decay);              // [heads]
-  float* const token_decays = floats_at(layout.token_decay);  // [heads][g_stride]
-  char* const own = shared + layout.warp + warp * layout.warp_bytes;
-  Staged* const x = reinterpret_cast<Staged*>(own + layout.x);
-
-  // 1. What the first items need from memory, the longest first, then what the CTA needs. Lane 2s + k moves half k of
-  // token s of x.
-  Stored* checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, row.slot)) +
-                       (static_cast<int64_t>(first_head) * P + warp * kSliceWidth) * N;
-  auto state_of = [&](int turn) { return State{own + turn % State::kDepth * State::kBytes, lane}; };
-  auto request_state = [&](int ahead, int turn, int item) {
-    if (stored_before && item + ahead * kWarps < items) {
-      state_of(turn + ahead).request(checkpoint + ahead * kWarps * kSliceWidth * N);
-    }
-    close_group();
-  };
-  if (!stored_before) {
-    for (int turn = 0; turn < State::kDepth; ++turn) state_of(turn).clear();
-  }
-  request_state(0, 0, warp);
-
-  const int64_t first_token = row.first_token;
-  const int token_bits = T > 1 ? 32 - __clz(T - 1) : 0, num_steps = T > 0 ? heads << token_bits : 0;
-  auto load_step = [&](int i) {
-    const int s = i & ((1 << token_bits) - 1);
-    if (i >= num_steps || s >= T) return 0u;
-    return load_bits(args.dt.data, args.dt.dtype,
-                     (first_token + s) * args.dt.stride[0] + (first_head + (i >> token_bits)) * args.dt.stride[1]);
-  };
-  const bool has_head = static_cast<int>(threadIdx.x) < heads;
-  uint32_t dt_bits = load_step(threadIdx.x), rate_bits = 0, skip_bits = 0;
-  if (has_head) {
-    rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + threadIdx.x);
-    if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + threadIdx.x);
+  __device__ Cta(const MmaParams& params, char* shared)
+      : params(params),
+        layout(params.job),
+        stage_layout(params.stage),
+        job_buffers(shared + kBarrierBytes),
+        stages(job_buffers + params.job_buffers * layout.bytes),
+        known(reinterpret_cast<Barrier*>(shared)),
+        multiplied(known + kMaxJobBuffers),
+        ready(multiplied + kMaxJobBuffers),
+        released(ready + kMaxJobBuffers),
+        full(released + kMaxJobBuffers),
+        empty(full + kMaxStages),
+        lane(threadIdx.x % 32) {
+    const int block = blockIdx.x;
+    const bool shares = block < params.resident;
+    first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
+    job_step = shares ? params.resident : 1;
+    end_job = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
   }
 
-  const bool moves_token = lane < 2 * T;
-  const int half_slice = lane % 2 * 8;
-  Staged* const x_ring = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + half_slice;
-  const Staged* const x_in =
-      static_cast<const Staged*>(args.x.data) + (first_token + lane / 2) * args.x.stride[0] + half_slice;
-  auto request_x = [&](int head, int slice, int buffer) {
-    Staged* const target = x + (buffer * layout.x_rows + lane / 2) * kSliceWidth + half_slice;
-    const Staged* const ring = x_ring + head * R * P + slice * kSliceWidth;
+  __device__ void init_barriers(int warp) const {
+    auto init = [&](Barrier* barriers, int count, int arrivals) {
 #pragma unroll 1
-    for (int i = 0; i + lane / 2 < h; i += 16) {
-      int position = row.ring_row - 1 - i - lane / 2;
-      if (position < 0) position += R;
-      request_16_bytes(target + i * kSliceWidth, ring + position * P);
-    }
-    if (moves_token) {
-      request_input(target + layout.history_rows * kSliceWidth, x_in + head * args.x.stride[1] + slice * kSliceWidth,
-                    params.scan.x_aligned);
-    }
-  };
-  int local_head = warp / params.slices, slice = warp % params.slices;
-  if (warp < items) request_x(first_head + local_head, slice, 0);
-
-  Staged* const b_ring =
-      reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + state_group * R * N;
-  constexpr int kParts = N / 8, kRowsAtOnce = kThreads / kParts;
-  const int part_row = threadIdx.x / kParts, part_column = threadIdx.x % kParts * 8;
-#pragma unroll 1
-  for (int i = part_row; i < h; i += kRowsAtOnce) {
-    int position = row.ring_row - 1 - i;
-    if (position < 0) position += R;
-    request_16_bytes(B + i * kStride + part_column, b_ring + position * N + part_column);
-  }
-#pragma unroll 1
-  for (int s = part_row; s < T; s += kRowsAtOnce) {
-    request_input(new_B + s * kStride + part_column,
-                  static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
-                      state_group * args.B.stride[1] + part_column,
-                  params.scan.b_aligned);
-    request_input(C + s * kStride + part_column,
-                  static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
-                      state_group * args.C.stride[1] + part_column,
-                  params.scan.c_aligned);
-  }
-  float* const delta_ring =
-      reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + first_head * R;
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-    for (int i = lane; i < h; i += 32) {
-      int position = row.ring_row - 1 - i;
-      if (position < 0) position += R;
-      request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
-    }
-  }
-  close_group();
-#pragma unroll
-  for (int ahead = 1; ahead < State::kDepth; ++ahead) request_state(ahead, 0, warp);
-
-  if (has_head) {
-    rates[threadIdx.x] = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-    skips[threadIdx.x] = bits_to_float(skip_bits, args.D.dtype);
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_steps; i += kThreads) {
-    const int k = i >> token_bits, s = i & ((1 << token_bits) - 1);
-    if (i >= kThreads) dt_bits = load_step(i);
-    if (s >= T) continue;
-    const float bias = args.dt_bias.data ? load_scalar(args.dt_bias.data, args.dt_bias.dtype, first_head + k) : 0.0f;
-    const float step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bias, args.dt_min, args.dt_max);
-    steps[k * max_tokens + s] = step;
-    delta_ring[k * R + ring_position(row.ring_row, s, R)] = step;
-  }
-  // Rows of zeros up to a multiple of 8 records.
-  const int padding = round_up(h, 8) - h;
-  if (part_row < padding) {
-    *reinterpret_cast<uint4*>(B + (h + part_row) * kStride + part_column) = make_uint4(0, 0, 0, 0);
-  }
-  if (lane < 4 * padding) {
-    const int buffer = lane / 2 % 2, i = h + lane / 4;
-    *reinterpret_cast<uint4*>(x + (buffer * layout.x_rows + i) * kSliceWidth + half_slice) = make_uint4(0, 0, 0, 0);
-  }
-  await_groups<State::kDepth - 1>();
-  __syncthreads();
-
-  // 2. The CTA of the group's first heads appends B to the ring. B^T C, 16 records by 8 tokens at a time; rows and
-  // columns beyond the last repeat it. The weights of a head, but for the products in u.
-#pragma unroll 1
-  for (int s = part_row; s < T; s += kRowsAtOnce) {
-    float value[8];
-    load_shared<8>(C + s * kStride + part_column, value);
-    store_vector<8>(query, REPLAYSSM_FP32, s * State::kQueryStride + part_column, true, value);
-    if (chunk == 0) {
-      *reinterpret_cast<uint4*>(b_ring + ring_position(row.ring_row, s, R) * N + part_column) =
-          *reinterpret_cast<const uint4*>(new_B + s * kStride + part_column);
-    }
-  }
-  const int history_tiles = (history + 15) / 16;
-#pragma unroll 1
-  for (int tile = warp; tile < history_tiles + 1; tile += kWarps) {
-    const bool is_new = tile == history_tiles;
-    const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-    const Staged* const records = is_new ? new_B : B;
-#pragma unroll 1
-    for (int token = 0; token < T; token += kTile) {
-      const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-      const uint4* const lower = reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
-      const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
-      float sum[2][4] = {};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-        multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-        multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+      for (int i = warp; i < count; i += kStepThreads / 32) {
+        if (lane == 0) init_barrier(barriers + i, arrivals);
       }
-      float* const target = (is_new ? new_products : products) + (first + g) * layout.g_stride + token + 2 * t;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool live = first + g + 8 * half < count;
-        if (is_new && !live) continue;
-        *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-            live ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                 : make_float2(0.0f, 0.0f);
-      }
-    }
+    };
+    init(known, params.job_buffers, 1);
+    init(multiplied, params.job_buffers, 1);
+    init(ready, params.job_buffers, 1);
+    init(released, params.job_buffers, params.consumers);
+    init(full, params.stages, 33);
+    init(empty, params.stages, 1);
   }
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-    const float A = rates[k];
-    const float decay = weigh_history(delta + k * window, A, h, lane, v + k * layout.v_stride);
-    if (lane == 0) decays[k] = decay;
-    const float step = lane < T ? steps[k * max_tokens + lane] : 0.0f;
-    const float log_decay = __fmul_rn(A, step);
-    const float token_decay = expf(T == 1 ? log_decay : sum_up_to_lane(log_decay, lane));
-    if (lane < T) token_decays[k * layout.g_stride + lane] = token_decay;
-    float exponent = 0.0f;
-#pragma unroll 1
-    for (int back = 0; back < T; ++back) {
-      const float step_r = __shfl_up_sync(~0u, step, back), log_decay_r = __shfl_up_sync(~0u, log_decay, back);
-      if (lane >= back && lane < T) {
-        u[k * layout.u_stride + (lane - back) * layout.g_stride + lane] = __fmul_rn(step_r, expf(exponent));
-        exponent = __fadd_rn(exponent, log_decay_r);
-      }
-    }
+
+  __device__ float* floats(int buffer, int offset) const {
+    return reinterpret_cast<float*>(job_buffers + buffer * layout.bytes + offset);
   }
-  __syncthreads();
-#pragma unroll 1
-  for (int k = warp; k < heads; k += kWarps) {
-#pragma unroll 1
-    for (int r = lane / 16; r < T; r += 2) {
-      const int s = lane % 16, entry = r * layout.g_stride + s;
-      if (s < r || s >= T) continue;
-      float& weight = u[k * layout.u_stride + entry];
-      weight = fmaf(weight, new_products[entry], r == s ? skips[k] : 0.0f);
-    }
+  __device__ Staged* staged(int buffer, int offset) const {
+    return reinterpret_cast<Staged*>(job_buffers + buffer * layout.bytes + offset);
   }
-  __syncthreads();
+  __device__ JobInfo& info(int buffer) const {
+    return *reinterpret_cast<JobInfo*>(job_buffers + buffer * layout.bytes);
+  }
 
-  // 3. Slice after slice.
-  const int x_append = ring_position(row.ring_row, lane / 2, R) * P;
-  int turn = 0;
+  // ---- the producer: slices of the state and their records of x, in the order of the jobs ----
+  __device__ void produce() const {
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int P = problem.geometry.head_dim, R = problem.ring_rows;
+    const int half_slice = lane % 2 * 8;
+    int stage = 0;
+    uint32_t phase = 0;
 #pragma unroll 1
-  for (int item = warp; item < items; item += kWarps, ++turn) {
-    const int head = first_head + local_head, buffer = turn % 2;
-    int next_head = local_head, next_slice = slice + kWarps;
-    while (next_slice >= params.slices) next_slice -= params.slices, ++next_head;
-    __syncwarp();  // x of the item before was read
-    if (item + kWarps < items) request_x(first_head + next_head, next_slice, buffer ^ 1);
-    close_group();
-    await_groups<State::kDepth>();
-    __syncwarp();  // the copies of all lanes have come
-
-    const Staged* const old_x = x + buffer * layout.x_rows * kSliceWidth + 2 * g;
-    const Staged* const new_x = old_x + layout.history_rows * kSliceWidth;
-    if (moves_token) {
-      *reinterpret_cast<uint4*>(x_ring + head * R * P + slice * kSliceWidth + x_append) =
-          *reinterpret_cast<const uint4*>(new_x - 2 * g + lane / 2 * kSliceWidth + half_slice);
-    }
-    const State state = state_of(turn);
-    const float* const weights = v + local_head * layout.v_stride + t;
-    if (fold) {
-      if (!stored_before) state.clear();
-      const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-      state.fold(owner, slice * kSliceWidth, checkpoint, old_x, B, weights - t, decays[local_head], h,
-                 params.tf32_mask);
-    }
+    for (int index = first_job; index < end_job; index += job_step) {
+      const Job job(params, index);
+      if (!job.is_live(params, false)) continue;
+      const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
+      const bool stored_before = job.stored_before(params), moves_token = lane < 2 * T;
+      const Stored* checkpoint =
+          reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.plan.slot)) +
+          static_cast<int64_t>(first_head) * P * N;
+      const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.plan.slot)) +
+                           first_head * R * P + half_slice;
+      const Staged* x_in = static_cast<const Staged*>(args.x.data) +
+                           (static_cast<int64_t>(job.plan.first_token) + lane / 2) * args.x.stride[0] +
+                           first_head * args.x.stride[1] + half_slice;
+      const int heads = job.heads(params), rows = round_up(h, 8);
+      auto offset_of = [&](int record) {
+        int position = job.plan.ring_row - 1 - record;
+        if (position < 0) position += R;
+        return record < h ? position * P : 0;
+      };
+      const int offset = offset_of(lane / 2), offset_16 = offset_of(lane / 2 + 16);
 #pragma unroll 1
-    for (int first = 0; first < T; first += kTile) {
-      float y[4] = {};
-      if (stored_before || fold) {
-        state.multiply(query + min(first + g, T - 1) * State::kQueryStride, params.tf32_mask, y);
-        if (!fold) {
-          const float decay = decays[local_head];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] *= decay;
-        }
-      }
-      if (first + kTile >= T) {
-        __syncwarp();  // the state was read
-        request_state(State::kDepth, turn, item);
-      }
-      const float* const product = products + t * layout.g_stride + first + g;
+      for (int head = 0; head < heads; ++head, ring += R * P, x_in += args.x.stride[1]) {
 #pragma unroll 1
-      for (int i = 0; i < history; i += 8) {
-        const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
-        const float2 x1 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
-        const float values[4] = {x0.x, x0.y, x1.x, x1.y};
-        const float weight[2] = {weights[i] * product[i * layout.g_stride],
-                                 weights[i + 4] * product[(i + 4) * layout.g_stride]};
-        float high[2], low[2];
-        split(weight, params.tf32_mask, high, low);
-        multiply_tf32(y, values, low);
-        multiply_tf32(y, values, high);
-      }
-
-      const int s = first + 2 * t;
-      const float2 since = *reinterpret_cast<const float2*>(token_decays + local_head * layout.g_stride + s);
-      y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-      const float* const new_weights = u + local_head * layout.u_stride + s;
-#pragma unroll 2
-      for (int r = 0; r < min(first + kTile, T); ++r) {
-        const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(new_x + r * kSliceWidth));
-        const float2 weight = *reinterpret_cast<const float2*>(new_weights + r * layout.g_stride);
-        if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-        if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (s + i >= T) continue;
-        Staged* const target = static_cast<Staged*>(args.out.data) + (first_token + s + i) * args.out.stride[0] +
-                               head * args.out.stride[1] + slice * kSliceWidth + 2 * g;
-        if (params.paired) {
-          *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
-        } else {
-          store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
-          store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
+        for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
+          await(empty + stage, phase ^ 1);
+          char* const target = stages + stage * stage_layout.bytes;
+          if (stored_before) State{target, lane}.request(checkpoint, full + stage);
+          Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + lane / 2 * kSliceWidth + half_slice;
+          const Staged* const source = ring + slice * kSliceWidth;
+          if (lane / 2 < rows) request_16_bytes(x, source + offset, lane / 2 < h);
+          if (rows > 16) {
+            if (lane / 2 + 16 < rows) request_16_bytes(x + 16 * kSliceWidth, source + offset_16, lane / 2 + 16 < h);
+#pragma unroll 1
+            for (int i = 32 + lane / 2; i < rows; i += 16) {
+              request_16_bytes(x + (i - lane / 2) * kSliceWidth, source + offset_of(i), i < h);
+            }
+          }
+          if (moves_token) {
+            request_input(x + stage_layout.history_rows * kSliceWidth, x_in + slice * kSliceWidth,
+                          params.scan.x_aligned);
+          }
+          arrive_with_requests(full + stage);
+          __syncwarp();
+          if (lane == 0) arrive_expecting(full + stage, stored_before ? kSliceWidth * State::kRowBytes : 0);
+          if (++stage == params.stages) stage = 0, phase ^= 1;
         }
       }
     }
-    if (T == 0) {
+  }
+
+  // ---- preparation: everything of a job but state and x; one warp has the products, one the weights ----
+  template <typename F>
+  __device__ void prepare(bool reporter, F&& of_job) const {
+    int buffer = 0;
+    uint32_t phase = 0;
+#pragma unroll 1
+    for (int index = first_job; index < end_job; index += job_step) {
+      const Job job(params, index);
+      const bool live = job.is_live(params, reporter && lane == 0);
+      await(released + buffer, phase ^ 1);
+      of_job(job, live, buffer, phase);
+      if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
+    }
+  }
+
+  __device__ void prepare_products(const Job& job, bool live, int buffer, uint32_t phase) const {
+    if (!live) {
+      if (lane == 0) info(buffer).items = 0;
+      if (lane == 0) arrive(multiplied + buffer);
+      await(ready + buffer, phase);
+      if (lane == 0) arrive(known + buffer);
+      return;
+    }
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int R = problem.ring_rows;
+    const int T = job.tokens(params), h = job.records(params);
+    const bool fold = (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed;
+    const int history = fold ? 0 : h;
+    const int g = lane / 4, t = lane % 4;
+    Staged* const new_B = staged(buffer, layout.b);
+    Staged* const B = new_B + T * kStride;
+    Staged* const C = staged(buffer, layout.c);
+    float* const query = floats(buffer, layout.query);
+    float* const products = floats(buffer, layout.g);
+    const int64_t first_token = job.plan.first_token;
+    Staged* const b_ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) + job.group * R * N;
+    const int part_row = lane / kParts, part_column = lane % kParts * 8;
+    constexpr int kRowsAtOnce = 32 / kParts;
+#pragma unroll 1
+    for (int i = part_row; i < T; i += kRowsAtOnce) {
+      request_input(C + i * kStride + part_column,
+                    static_cast<const Staged*>(args.C.data) + (first_token + i) * args.C.stride[0] +
+                        job.group * args.C.stride[1] + part_column,
+                    params.scan.c_aligned);
+      request_input(new_B + i * kStride + part_column,
+                    static_cast<const Staged*>(args.B.data) + (first_token + i) * args.B.stride[0] +
+                        job.group * args.B.stride[1] + part_column,
+                    params.scan.b_aligned);
+    }
+#pragma unroll 4
+    for (int i = part_row; i < round_up(h, 8); i += kRowsAtOnce) {
+      int position = job.plan.ring_row - 1 - i;
+      if (position < 0) position += R;
+      request_16_bytes(B + i * kStride + part_column, b_ring + (i < h ? position : 0) * N + part_column, i < h);
+    }
+    if (lane == 0) {
+      info(buffer) = JobInfo{job.plan.stream,
+                             job.plan.writes,
+                             job.row,
+                             job.plan.slot,
+                             job.plan.first_token,
+                             T,
+                             h,
+                             job.plan.ring_row,
+                             job.first_head(params),
+                             job.heads(params) * params.slices,
+                             fold,
+                             job.stored_before(params)};
+    }
+    await_requests();
+    __syncwarp();
+
+    // The query in float32; the CTA of the group's first heads appends B to the ring.
+#pragma unroll 1
+    for (int i = part_row; i < T; i += kRowsAtOnce) {
+      float value[8];
+      load_shared<8>(C + i * kStride + part_column, value);
+      store_vector<8>(query, REPLAYSSM_FP32, i * State::kQueryStride + part_column, true, value);
+      if (job.chunk == 0) {
+        *reinterpret_cast<uint4*>(b_ring + ring_position(job.plan.ring_row, i, R) * N + part_column) =
+            *reinterpret_cast<const uint4*>(new_B + i * kStride + part_column);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(known + buffer);
+
+    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
+    // zeros up to a multiple of 8 records.
+    const int count = T + history, padded_count = T + round_up(history, 8);
+#pragma unroll 1
+    for (int first = 0; first < padded_count; first += 16) {
+#pragma unroll 1
+      for (int token = 0; token < T; token += kTile) {
+        const uint4* const upper = reinterpret_cast<const uint4*>(new_B + min(first + g, count - 1) * kStride) + t;
+        const uint4* const lower = reinterpret_cast<const uint4*>(new_B + min(first + g + 8, count - 1) * kStride) + t;
+        const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
+        float sum[2][4] = {};
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
+          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+        }
+        float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
+              first + g + 8 * half < count
+                  ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
+                  : make_float2(0.0f, 0.0f);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(multiplied + buffer);
+  }
+
+  __device__ void prepare_weights(const Job& job, bool live, int buffer, uint32_t phase) const {
+    if (!live) {
+      if (lane == 0) arrive(ready + buffer);
+      return;
+    }
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int R = problem.ring_rows, window = problem.config.window;
+    const int T = job.tokens(params), h = job.records(params);
+    const int first_head = job.first_head(params), heads = job.heads(params);
+    const float* const products = floats(buffer, layout.g);
+    float* const delta = floats(buffer, layout.delta);
+    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
+
+    float* const delta_ring =
+        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + first_head * R;
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        int position = job.plan.ring_row - 1 - i;
+        if (position < 0) position += R;
+        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
+      }
+    }
+    // Half a warp has a head's tokens.
+    const int64_t first_token = job.plan.first_token;
+    const int s = lane % 16;
+    uint32_t dt_bits[kMaxHeads / 2] = {}, bias_bits[kMaxHeads / 2] = {};
+#pragma unroll
+    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
+      const int k = 2 * pass + lane / 16;
+      if (k >= heads || s >= T) continue;
+      dt_bits[pass] = load_bits(args.dt.data, args.dt.dtype,
+                                (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
+      if (args.dt_bias.data) bias_bits[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
+    }
+    uint32_t rate_bits = 0, skip_bits = 0;
+    if (lane < heads) {
+      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
+      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + lane);
+    }
+#pragma unroll 1
+    for (int i = 4 * lane; i < heads * layout.u_stride; i += 128) {
+      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+    const float skip = bits_to_float(skip_bits, args.D.dtype);
+    await_requests();
+    __syncwarp();
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const float decay = weigh_history(delta + k * window, __shfl_sync(~0u, rate, k), h, lane,
+                                        floats(buffer, layout.v) + k * layout.v_stride);
+      if (lane == 0) floats(buffer, layout.decay)[k] = decay;
+    }
+#pragma unroll
+    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
+      if (2 * pass >= heads) break;
+      const int k = 2 * pass + lane / 16;
+      const bool exists = k < heads && s < T;
+      const float A = __shfl_sync(~0u, rate, k), D = __shfl_sync(~0u, skip, k);
+      const float bias = args.dt_bias.data ? bits_to_float(bias_bits[pass], args.dt_bias.dtype) : 0.0f;
+      float step = 0.0f;
+      if (exists) {
+        step = discretised_step(bits_to_float(dt_bits[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
+        delta_ring[k * R + ring_position(job.plan.ring_row, s, R)] = step;
+      }
+      const float log_decay = __fmul_rn(A, step);
+      float sum = log_decay;  // up to this token
+#pragma unroll
+      for (int distance = 1; distance < 16; distance *= 2) {
+        const float other = __shfl_up_sync(~0u, sum, distance, 16);
+        if (s >= distance) sum = __fadd_rn(sum, other);
+      }
+      if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
+      if (pass == 0) await(multiplied + buffer, phase);
+      float exponent = 0.0f;
+#pragma unroll 1
+      for (int back = 0; back < T; ++back) {
+        const float step_r = __shfl_up_sync(~0u, step, back, 16);
+        const float log_decay_r = __shfl_up_sync(~0u, log_decay, back, 16);
+        if (exists && s >= back) {
+          const int entry = (s - back) * layout.g_stride + s;
+          const float weight = __fmul_rn(step_r, expf(exponent));
+          u[k * layout.u_stride + entry] = fmaf(weight, products[entry], back == 0 ? D : 0.0f);
+          exponent = __fadd_rn(exponent, log_decay_r);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(ready + buffer);
+  }
+
+  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of
+  // rows.
+  __device__ void add_not_finite(const Staged* x, const float* weights, int count, int s, float (&y)[4]) const {
+#pragma unroll 1
+    for (int r = 0; r < count; ++r) {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(x + r * kSliceWidth);
+      if (is_finite<Staged>(word)) continue;
+      const float2 pair = unpack_pair<Staged>(word);
+      const float2 weight = *reinterpret_cast<const float2*>(weights + r * layout.g_stride);
+      if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
+      if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+    }
+  }
+
+  // ---- consumers: slice after slice ----
+  __device__ void consume(int warp) const {
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int P = problem.geometry.head_dim, R = problem.ring_rows;
+    const int g = lane / 4, t = lane % 4, half_slice = lane % 2 * 8, own_row = State::first_row(lane);
+    int item = warp, stage = warp, buffer = 0;  // the next item, counted from the job's first
+    uint32_t phase = 0, job_phase = 0;
+    while (stage >= params.stages) stage -= params.stages, phase ^= 1;
+
+#pragma unroll 1
+    for (int index = first_job; index < end_job; index += job_step) {
+      await(known + buffer, job_phase);
+      const JobInfo job = info(buffer);
+      if (item < job.items) {
+        const int T = job.tokens, history = job.fold ? 0 : job.h;
+        const float* const query = floats(buffer, layout.query);
+        const float* const products = floats(buffer, layout.g);
+        int local_head = item / params.slices, slice = item - local_head * params.slices;
+        Staged* const x_append = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
+                                 (job.first_head * R + ring_position(job.ring_row, lane / 2, R)) * P + half_slice;
+        Staged* const out = static_cast<Staged*>(args.out.data) +
+                            static_cast<int64_t>(job.first_token) * args.out.stride[0] +
+                            job.first_head * args.out.stride[1] + own_row;
+#pragma unroll 1
+        for (; item < job.items; item += params.consumers) {
+          char* const source = stages + stage * stage_layout.bytes;
+          const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
+          const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
+          const State state{source, lane};
+          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
+          await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
+          await(full + stage, phase);
+          if (lane < 2 * T) {
+            *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
+                *reinterpret_cast<const uint4*>(new_x - own_row + lane / 2 * kSliceWidth + half_slice);
+          }
+          if (job.fold) {
+            await(ready + buffer, job_phase);
+            if (!job.stored_before) state.clear();
+            const int head = job.first_head + local_head;
+            const StateOwner owner{problem, params.scan.layer, params.scan.error, head,
+                                   job.row, job.stream,        job.writes};
+            Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
+                                       (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
+            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
+                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+          }
+#pragma unroll 1
+          for (int first = 0; first < T; first += kTile) {
+            float y[4] = {};
+            if (job.stored_before || job.fold) {
+              state.multiply(query + min(first + g, T - 1) * State::kQueryStride, params.tf32_mask, y);
+            }
+            await(ready + buffer, job_phase);
+            if (!job.fold) {
+              const float decay = floats(buffer, layout.decay)[local_head];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
+            }
+            const float* const product = products + (T + t) * layout.g_stride + first + g;
+#pragma unroll 1
+            for (int i = 0; i < history; i += 8) {
+              const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
+              const float2 x1 =
+                  unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
+              const float values[4] = {x0.x, x0.y, x1.x, x1.y};
+              const float weight[2] = {weights[i] * product[i * layout.g_stride],
+                                       weights[i + 4] * product[(i + 4) * layout.g_stride]};
+              float high[2], low[2];
+              split(weight, params.tf32_mask, high, low);
+              multiply_tf32(y, values, low);
+              multiply_tf32(y, values, high);
+            }
+
+            const int s = first + 2 * t;
+            const float2 since =
+                *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) + local_head * layout.g_stride + s);
+            y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
+            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride;
+            bool finite = true;
+#pragma unroll 1
+            for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
+              float values[4], high[2], low[2];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const uint32_t word =
+                    r + 4 * i < T ? *reinterpret_cast<const uint32_t*>(new_x + (r + 4 * i) * kSliceWidth) : 0;
+                const bool word_finite = is_finite<Staged>(word);
+                finite = finite && word_finite;
+                const float2 pair = unpack_pair<Staged>(word_finite ? word : 0);
+                values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+              }
+              const float weight[2] = {new_weights[r * layout.g_stride + first + g],
+                                       new_weights[(r + 4) * layout.g_stride + first + g]};
+              split(weight, params.tf32_mask, high, low);
+              multiply_tf32(y, values, low);
+              multiply_tf32(y, values, high);
+            }
+            if (!__all_sync(~0u, finite)) add_not_finite(new_x, new_weights + s, min(first + kTile, T), s, y);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (s + i >= T) continue;
+              Staged* const target =
+                  out + (s + i) * args.out.stride[0] + local_head * args.out.stride[1] + slice * kSliceWidth;
+              if (params.paired) {
+                *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
+              } else {
+                store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
+                store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
+              }
+            }
+          }
+          if (job.fold) finish_stores_before_blocks();
+          __syncwarp();
+          if (lane == 0) arrive(empty + stage);
+          stage += params.consumers;
+          while (stage >= params.stages) stage -= params.stages, phase ^= 1;
+          slice += params.consumers;
+          while (slice >= params.slices) slice -= params.slices, ++local_head;
+        }
+      }
+      item -= job.items;
       __syncwarp();
-      request_state(State::kDepth, turn, item);
+      if (lane == 0) arrive(released + buffer);
+      if (++buffer == params.job_buffers) buffer = 0, job_phase ^= 1;
     }
-    checkpoint += kWarps * kSliceWidth * N;
-    local_head = next_head, slice = next_slice;
+  }
+};
+
+template <typename Stored, typename Staged>
+__global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
+  extern __shared__ __align__(16) char shared[];
+  const Cta<Stored, Staged> cta(params, shared);
+  // The shuffle tells the compiler that a warp has one index.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  cta.init_barriers(warp);
+  __syncthreads();
+  begin_early();
+  if (warp == 0) {
+    cta.produce();
+  } else if (warp == 1) {
+    cta.prepare(true, [&](const Job& job, bool live, int buffer, uint32_t phase) {
+      cta.prepare_products(job, live, buffer, phase);
+    });
+  } else if (warp == 2) {
+    cta.prepare(false, [&](const Job& job, bool live, int buffer, uint32_t phase) {
+      cta.prepare_weights(job, live, buffer, phase);
+    });
+  } else if (warp - 3 < params.consumers) {
+    cta.consume(warp - 3);
   }
 }
 
@@ -574,9 +799,25 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
-// A CTA takes more heads only as long as that leaves kEnoughCtas.
-constexpr int kMaxHeads = 4;
-constexpr int64_t kEnoughCtas = 512;
+int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess && value > 0;
+  return known ? value : otherwise;
+}
+
+// Shared memory of a CTA that leaves room for kCtasPerSm, each of which takes 1 KB more; at least kSharedLimit.
+int shared_limit() {
+  const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
+  return std::max(kSharedLimit, of_sm / kCtasPerSm - 1024);
+}
+
+// A job has as many heads as its buffers leave room for kEnoughStages and jobs occupy the CTAs evenly.
+constexpr int kEnoughStages = 6;
+static_assert(kBarrierBytes +
+                  JobLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride).bytes +
+                  StageLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, Slice<float>::kBytes).bytes <=
+              kSharedLimit);
 
 replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t rows, const ScanParams& scan,
                             bool flush_only) {
@@ -587,22 +828,40 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   params.heads_per_group = problem.geometry.num_heads / problem.geometry.num_groups;
   params.slices = problem.geometry.head_dim / kSliceWidth;
   params.flush_only = flush_only;
+  params.max_tokens = flush_only ? 0 : scan.args.max_count;
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
+    const int window = problem.config.window, limit = shared_limit();
+    const int ctas = kCtasPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
     const int64_t groups = static_cast<int64_t>(rows) * problem.geometry.num_groups;
-    int shared = 0;
+    params.stage = StageLayout(window, params.max_tokens, State::kBytes);
+    auto stages_beside = [&](int buffers) {
+      return (limit - kBarrierBytes - buffers * params.job.bytes) / params.stage.bytes;
+    };
     for (int heads = std::min(params.heads_per_group, kMaxHeads);; heads = (heads + 1) / 2) {
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
-      shared = MmaShared(problem.config.window, flush_only ? 0 : scan.args.max_count, heads, State::kQueryStride,
-                         State::kDepth * State::kBytes)
-                   .bytes;
-      if (heads == 1 || (shared <= kSharedLimit && groups * params.chunks >= kEnoughCtas)) break;
+      params.job = JobLayout(window, params.max_tokens, heads, State::kQueryStride);
+      const int64_t jobs = groups * params.chunks, rounds = (jobs + ctas - 1) / ctas;
+      if (heads == 1 || (10 * jobs >= 9 * rounds * ctas && stages_beside(2) >= kEnoughStages)) break;
     }
-    return launch(op, choose_mma<decltype(stored)>(problem.config.activation), groups * params.chunks, kThreads, shared,
-                  exec, params);
+    if (groups * params.chunks > INT32_MAX) {
+      return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
+    }
+    params.num_jobs = static_cast<int>(groups * params.chunks);
+    params.job_buffers = params.heads == 1 ? kMaxJobBuffers : 2;
+    while (params.job_buffers > 1 && stages_beside(params.job_buffers) < kEnoughStages) --params.job_buffers;
+    params.stages = std::min(stages_beside(params.job_buffers), kMaxStages);
+    params.consumers = std::min(params.stages, kConsumers);
+    params.resident = std::min(params.num_jobs, ctas);
+    const int rounds = params.num_jobs / params.resident;
+    params.shared_jobs = rounds < 4 ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
+    const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
+    const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
+    return launch(op, true, limit, choose_mma<decltype(stored)>(problem.config.activation), params.resident + late,
+                  kStepThreads, shared, exec, params);
   });
 }
 
@@ -627,7 +886,7 @@ cudaError_t load_step_mma_kernels() {
           with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation); });
       cudaError_t error = load_kernel(kernel);
       if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
       }
       if (error != cudaSuccess) return error;
     }

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Asynchronous copies to shared memory, and the barriers by which the warps of a CTA hand buffers to each other.
+//
+// A barrier counts arrivals; when all that it was made for have come, its phase is complete and the next begins. Phases
+// are told apart by their parity: await(barrier, parity) returns once the latest phase of that parity is complete, and
+// at once with parity 1 if none has begun. Whatever a thread, or the warp that it has synchronised with, did before it
+// arrived is visible to those who awaited.
+#pragma once
+
+#include <cstdint>
+
+namespace replayssm {
+namespace cuda {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes, or as many zeros. The rest of the line, which is wanted next, comes to the L2.
+__device__ inline void request_16_bytes(void* target, const void* source, bool exists = true) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ inline void request_4_bytes(void* target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+}
+// Until all that this thread requested has come.
+__device__ inline void await_requests() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+using Barrier = uint64_t;
+
+__device__ inline void init_barrier(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ inline void arrive(Barrier* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// True for one lane of a whole warp, the same every time. The compiler knows that it is one, unlike with lane == 0, and
+// makes no loop over the lanes of instructions that are for one.
+__device__ inline bool elect_lane() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t elected;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(elected));
+  return elected;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+
+// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The barrier
+// has to be told of the bytes too: its phase is complete when they have come.
+__device__ inline void request_block(void* target, const void* source, int bytes, Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target)),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#else
+  arrive(barrier);
+#endif
+}
+// Between stores to shared memory and blocks requested, by whichever thread, for the same place.
+__device__ inline void finish_stores_before_blocks() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Arrives when all that this thread requested has come. Orders nothing else.
+__device__ inline void arrive_with_requests(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ inline void await(Barrier* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+#if __CUDA_ARCH__ >= 900
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace cuda
+}  // namespace replayssm
