@@ -419,6 +419,7 @@ struct Cta {
       const Job job(params, index);
       const bool live = job.is_live(params, reporter && lane == 0);
       await(released + buffer, phase ^ 1);
+      __syncwarp();
       of_job(job, live, buffer, phase);
       if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
     }
