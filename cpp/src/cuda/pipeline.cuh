@@ -50,8 +50,8 @@ __device__ inline bool elect_lane() {
 #endif
 }
 
-// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The barrier
-// has to be told of the bytes too: its phase is complete when they have come.
+// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The
+// barrier has to be told of the bytes too: its phase is complete when they have come.
 __device__ inline void request_block(void* target, const void* source, int bytes, Barrier* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -62,10 +62,10 @@ __device__ inline void request_block(void* target, const void* source, int bytes
 }
 __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #else
   arrive(barrier);
 #endif
