@@ -53,7 +53,9 @@ _BUILT_IN = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.arguments = arguments  # measurements note them
     warnings.formatwarning = lambda message, *_: f"trtllm-replayssm: warning: {message}\n"
     try:
         return options.run(options)

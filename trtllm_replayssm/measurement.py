@@ -6,14 +6,13 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
-import sys
 from pathlib import Path
 
 
-def command_line() -> str:
-    """The command that runs, with absolute paths cut down to their last part, for a record that others read."""
-    arguments = (Path(argument).name if argument.startswith("/") else argument for argument in sys.argv[1:])
-    return shlex.join(["trtllm-replayssm", *arguments])
+def command_line(arguments: list[str]) -> str:
+    """The command of these arguments, absolute paths cut down to their last part, for a record that others read."""
+    portable = (Path(argument).name if argument.startswith("/") else argument for argument in arguments)
+    return shlex.join(["trtllm-replayssm", *portable])
 
 
 def write_atomically(file: Path, content: bytes) -> None:

@@ -36,6 +36,7 @@ def test_records(bench):
     records, errors = bench(*SMALL, "--batches", 3, "--json")
     assert [record["mode"] for record in records] == ["replay", "conventional"]
     assert all(set(record) == FIELDS for record in records)
+    assert records[0]["command"].startswith(f"trtllm-replayssm bench kernel --geometry {GEOMETRY} --steps 16")
     assert all(f"peer:{name} is not measured: " in errors for name in peers.PEERS)
     replay, conventional = records
     sizes = layout()

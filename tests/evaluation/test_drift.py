@@ -250,10 +250,9 @@ def test_measured_decays_of_the_checkpoint(tmp_path):
         decays.measure_decays(measurement.subject, measurement.tokens[:, :16], 16)
 
 
-def test_command(tmp_path, capsys, monkeypatch):
+def test_command(tmp_path, capsys):
     arguments = [*ARGUMENTS, "--configs", "fp32:none", "bf16:none", "--tokens", "64", "--generate", "8"]
     arguments += ["--prompt", "16", "--output", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["trtllm-replayssm", *arguments])
     assert main(arguments) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[1].startswith("fp32:none") and "0 (0 … 0)" in table[1] and table[2].startswith("bf16:none")
@@ -277,7 +276,6 @@ def test_records_tell_when_and_with_what_they_were_measured(tmp_path, monkeypatc
         arguments += ["--configs", *configurations]
         today = datetime.date(2031, 5, day)
         monkeypatch.setattr(drift, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: today)))
-        monkeypatch.setattr("sys.argv", ["trtllm-replayssm", *arguments])
         assert main(arguments) == 0
         records = json.loads((tmp_path / "drift.json").read_text())["records"]
         return [(r["checkpoint"], r["date"], r["commit"], r["command"].partition("--configs ")[2]) for r in records]

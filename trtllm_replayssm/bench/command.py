@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 
-from ..measurement import matplotlib, write_atomically
+from ..measurement import command_line, matplotlib, write_atomically
 
 
 def add_commands(commands) -> None:
@@ -222,7 +222,7 @@ def _prepare(options) -> tuple:
         if not options.no_plot:
             matplotlib()
     device = pick_device(options.device)
-    return device, Records(file, device, options.commit)
+    return device, Records(file, device, options.commit, command_line(options.arguments))
 
 
 def _formats(text: str) -> tuple[str, str]:

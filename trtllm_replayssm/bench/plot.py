@@ -21,22 +21,35 @@ def _where(records: list[dict]) -> str:
 
 
 def draw_kernel(records: list[dict]) -> bytes:
-    """Microseconds against batch, a panel a geometry, a line a mode and what else differs."""
-    geometries = list(dict.fromkeys(record["geometry"] for record in records))
+    """Microseconds, a row of panels a geometry: against batch, a line for all that differs by batch only; and as bars
+    what was measured at one batch.
+    """
+    geometries: dict[str, dict[str, list[dict]]] = {}
+    for record in records:
+        geometries.setdefault(record["geometry"], {}).setdefault(kernel_line(record), []).append(record)
+    single = {
+        geometry: {f"{name}, batch {p[0]['batch']}": p[0]["us"] for name, p in lines.items() if len(p) == 1}
+        for geometry, lines in geometries.items()
+    }
+    height = sum(max(4.0, 0.22 * len(bars) + 1) for bars in single.values())
     figure, panels = matplotlib().subplots(
-        1, len(geometries), figsize=(6.5 * len(geometries), 4.8), layout="constrained", squeeze=False
+        len(geometries), 2, figsize=(13, height), layout="constrained", squeeze=False
     )
-    for axes, geometry in zip(panels[0], geometries, strict=True):
-        lines: dict[str, list[dict]] = {}
-        for record in records:
-            if record["geometry"] == geometry:
-                lines.setdefault(kernel_line(record), []).append(record)
+    for (lined, barred), (geometry, lines) in zip(panels, geometries.items(), strict=True):
         for name, points in lines.items():
-            points = sorted(points, key=lambda record: record["batch"])
-            axes.plot([p["batch"] for p in points], [p["us"] for p in points], marker="o", ms=3, label=name)
-        axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs a layer and step", title=geometry)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+            if len(points) > 1:
+                points = sorted(points, key=lambda record: record["batch"])
+                lined.plot([p["batch"] for p in points], [p["us"] for p in points], marker="o", ms=3, label=name)
+        lined.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs a layer and step", title=geometry)
+        lined.grid(alpha=0.3)
+        if lined.lines:
+            lined.legend(fontsize="small")
+        lined.set_visible(bool(lined.lines))
+        bars = dict(sorted(single[geometry].items(), reverse=True))
+        barred.barh(range(len(bars)), bars.values())
+        barred.set_yticks(range(len(bars)), bars, fontsize="x-small")
+        barred.set(xlabel="µs a layer and step", title=geometry)
+        barred.set_visible(bool(bars))
     figure.suptitle(f"Mamba-2 layer, {_where(records)}")
     return _png(figure)
 
@@ -98,9 +111,8 @@ def draw_serve(records: list[dict]) -> bytes:
         axes.plot([p["batch"] for p in points], [p["tokens_per_second"] for p in points], marker="o", ms=3, label=mode)
         for point in points:
             if point["concurrency"] < point["batch"]:
-                axes.annotate(
-                    f"{point['concurrency']} fit", (point["batch"], point["tokens_per_second"]), fontsize="x-small"
-                )
+                at = point["batch"], point["tokens_per_second"]
+                axes.annotate(f"{point['concurrency']} fit", at, ha="right", va="bottom", fontsize="x-small")
     axes.set(xscale="log", xlabel="clients", ylabel="tokens per second", title=f"{records[0]['model']}")
     axes.set_xticks(sorted({record["batch"] for record in records}), sorted({record["batch"] for record in records}))
     axes.minorticks_off()

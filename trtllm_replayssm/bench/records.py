@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..measurement import command_line, write_atomically
+from ..measurement import write_atomically
 
 
 class InvalidRun(ValueError):
@@ -27,8 +27,8 @@ class Records:
         where: the GPU's name, or "cpu".
     """
 
-    def __init__(self, file: Path | None, device: torch.device, commit: str):
-        self.file, self.mine = file, []
+    def __init__(self, file: Path | None, device: torch.device, commit: str, command: str):
+        self.file, self.mine, self._command = file, [], command
         self._where = {
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "device": device.type,
@@ -48,7 +48,7 @@ class Records:
 
     def add(self, case: dict, figures: dict) -> dict:
         """Writes down what `case` measured, with its origin, and returns the record."""
-        origin = {"date": datetime.date.today().isoformat(), "command": command_line()}
+        origin = {"date": datetime.date.today().isoformat(), "command": self._command}
         record = case | figures | self._where | origin
         self._all.append(record)
         self.mine.append(record)

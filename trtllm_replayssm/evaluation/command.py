@@ -83,7 +83,8 @@ def _drift(options) -> int:
                 f"{name} is {getattr(options, name)}, expected at least {least}, to measure the heads' decays on"
             )
     folder = Path(options.output)
-    run = Drift(settings, options.configs, folder, device, sys.stderr.isatty(), options.commit, command_line())
+    command = command_line(options.arguments)
+    run = Drift(settings, options.configs, folder, device, sys.stderr.isatty(), options.commit, command)
     results = run.run()
     decays = measure_decays(run.subject, run.tokens[:, : options.decay_tokens], settings.window)
     about = {
