@@ -190,7 +190,7 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                           rows_aligned(args.out),
                           weight % (4 * element_size(args.weight.dtype)) == 0};
   return launch_early("conv_step", choose_conv(problem.config.activation, problem.geometry.conv_kernel),
-                static_cast<int64_t>(rows) * stretches * channel_blocks, kThreads, 0, exec, params);
+                      static_cast<int64_t>(rows) * stretches * channel_blocks, kThreads, 0, exec, params);
 }
 
 cudaError_t load_conv_kernels() {

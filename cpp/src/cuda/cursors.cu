@@ -284,16 +284,16 @@ replayssm_status reset(const replayssm_exec& exec, const replayssm_table& table,
 
 replayssm_status plan(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
                       const int32_t* slots, const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
-  return launch_early("plan", plan_kernel<false>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, uniform_count,
-                rows, plan, NextArgs{});
+  return launch_early("plan", plan_kernel<false>, 1, kPlanThreads, 0, exec, problem, table, slots, counts,
+                      uniform_count, rows, plan, NextArgs{});
 }
 
 replayssm_status plan_next(const replayssm_exec& exec, const Problem& problem, const replayssm_table& table,
                            const int32_t* slots, const int32_t* counts, const int32_t* accepted, int32_t rows,
                            int32_t row_tokens, void* plan, replayssm_error* status) {
   const bool folded = row_tokens > problem.config.max_step_tokens;
-  return launch_early("plan_next", plan_kernel<true>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, 0, rows, plan,
-                NextArgs{accepted, row_tokens, folded, status});
+  return launch_early("plan_next", plan_kernel<true>, 1, kPlanThreads, 0, exec, problem, table, slots, counts, 0, rows,
+                      plan, NextArgs{accepted, row_tokens, folded, status});
 }
 
 replayssm_status plan_lengths(const replayssm_exec& exec, const Problem& problem, const LengthsArgs& args, int32_t rows,
@@ -304,8 +304,8 @@ replayssm_status plan_lengths(const replayssm_exec& exec, const Problem& problem
 replayssm_status commit(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,
                         const int32_t* accepted, replayssm_plan_use use) {
   if (rows == 0) return REPLAYSSM_OK;
-  return launch_early("commit", commit_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows, accepted,
-                use);
+  return launch_early("commit", commit_kernel, row_blocks(rows), kRowThreads, 0, exec, table, plan_rows(plan), rows,
+                      accepted, use);
 }
 
 replayssm_status abandon(const replayssm_exec& exec, const replayssm_table& table, const void* plan, int32_t rows,

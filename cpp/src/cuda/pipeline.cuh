@@ -3,9 +3,10 @@
 // Asynchronous copies to shared memory, and the barriers by which the warps of a CTA hand buffers to each other.
 //
 // A barrier counts arrivals; when all that it was made for have come, its phase is complete and the next begins. Phases
-// are told apart by their parity: await(barrier, parity) returns once the latest phase of that parity is complete, and
-// at once with parity 1 if none has begun. Whatever a thread, or the warp that it has synchronised with, did before it
-// arrived is visible to those who awaited.
+// are told apart by their parity alone: await(barrier, parity) returns when the phase under way has the other parity,
+// so at once with parity 1 if it is the first. Who awaits a phase must therefore know that the one before it is
+// complete, and that the one after it can't be. Whatever a thread, or the warp that it has synchronised with, did
+// before it arrived is visible to those who awaited.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +39,7 @@ __device__ inline void arrive(Barrier* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
+
 // True for one lane of a whole warp, the same every time. The compiler knows that it is one, unlike with lane == 0, and
 // makes no loop over the lanes of instructions that are for one.
 __device__ inline bool elect_lane() {
@@ -50,8 +52,8 @@ __device__ inline bool elect_lane() {
 #endif
 }
 
-// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The barrier
-// has to be told of the bytes too: its phase is complete when they have come.
+// Whole blocks, by one thread and without any other's registers: bytes, source and target are multiples of 16. The
+// barrier has to be told of the bytes too: its phase is complete when they have come.
 __device__ inline void request_block(void* target, const void* source, int bytes, Barrier* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -62,14 +64,15 @@ __device__ inline void request_block(void* target, const void* source, int bytes
 }
 __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #else
   arrive(barrier);
 #endif
 }
+
 // Between stores to shared memory and blocks requested, by whichever thread, for the same place.
 __device__ inline void finish_stores_before_blocks() {
 #if __CUDA_ARCH__ >= 900

@@ -15,7 +15,12 @@
 //     of the job's heads. Both are a job or more ahead of the slices.
 //  3. The others consume: each takes every n-th stage.
 // The CTAs share the first seven eighths of the jobs evenly; the rest goes two by two to CTAs that begin when one of
-// these has ended, for SMs are not equally fast and a job that flushes takes longer.
+// these has ended, for SMs are not equally fast and a job that flushes takes longer. Where jobs are single heads, all
+// are shared: the start of a late CTA would cost more.
+//
+// A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
+// the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
+// those that it speaks for, reports what the other lanes write or read: docs/performance.md.
 //
 // A consumer's work:
 //  1. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes a pair of rows,
@@ -813,8 +818,8 @@ int shared_limit() {
   return std::max(kSharedLimit, of_sm / kCtasPerSm - 1024);
 }
 
-// A job has as many heads as its buffers leave room for kEnoughStages and jobs occupy the CTAs evenly.
-constexpr int kEnoughStages = 6;
+// A job has as many heads as its buffers leave room for kEnoughStages and every CTA gets kEnoughJobs.
+constexpr int kEnoughStages = 6, kEnoughJobs = 8;
 static_assert(kBarrierBytes +
                   JobLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride).bytes +
                   StageLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, Slice<float>::kBytes).bytes <=
@@ -845,8 +850,8 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
       params.heads = heads;
       params.chunks = (params.heads_per_group + heads - 1) / heads;
       params.job = JobLayout(window, params.max_tokens, heads, State::kQueryStride);
-      const int64_t jobs = groups * params.chunks, rounds = (jobs + ctas - 1) / ctas;
-      if (heads == 1 || (10 * jobs >= 9 * rounds * ctas && stages_beside(2) >= kEnoughStages)) break;
+      const int64_t jobs = groups * params.chunks;
+      if (heads == 1 || (jobs >= kEnoughJobs * ctas && stages_beside(2) >= kEnoughStages)) break;
     }
     if (groups * params.chunks > INT32_MAX) {
       return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
@@ -858,7 +863,8 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.consumers = std::min(params.stages, kConsumers);
     params.resident = std::min(params.num_jobs, ctas);
     const int rounds = params.num_jobs / params.resident;
-    params.shared_jobs = rounds < 4 ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
+    const bool even = params.heads == 1 || rounds < 4;
+    params.shared_jobs = even ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
     const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     return launch(op, true, limit, choose_mma<decltype(stored)>(problem.config.activation), params.resident + late,
