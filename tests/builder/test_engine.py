@@ -25,6 +25,7 @@ import json, os, resource, signal, sys
 from pathlib import Path
 from trtllm_replayssm.builder import engine, tensorrt_package
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may have it ignored
 PLAN, earlier = Path("model.plan"), signal.getsignal(signal.SIGINT)
 made, rows, phases = engine.Log.of, [], []
 
