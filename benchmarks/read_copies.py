@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from trtllm_replayssm import ReplayConfig, ops
-from trtllm_replayssm.evaluation.statistics import interval
+from trtllm_replayssm.evaluation.statistics import interval, written
 from trtllm_replayssm.evaluation.subject import Decoder, Subject
 from trtllm_replayssm.measurement import write_atomically
 from trtllm_replayssm.runtime.engine import pick_device
@@ -388,10 +388,10 @@ def main() -> None:
     tokens = read_rows(subject.tokenizer, args.text, args.rows + 1, args.tokens).to(device)
     results = study(subject, tokens[:-1], tokens[-1:], args.window, args.variants)
     for r in results:
-        low, high = r["kl_gain_interval"]
+        gain = f"{r['kl_gain']:5.2f} ({written(r['kl_gain_interval'], '.2f')})"
         print(
             f"{r['variant']:56} {r['bits']:6.3f} bits  read error {r['read_error']:.4f}, gain "
-            f"{r['read_error_gain']:5.2f}  KL {r['kl']:.2e}, gain {r['kl_gain']:5.2f} ({low:.2f} … {high:.2f})"
+            f"{r['read_error_gain']:5.2f}  KL {r['kl']:.2e}, gain {gain}"
         )
     accumulated = accumulation()
     for a in accumulated:

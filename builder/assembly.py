@@ -85,13 +85,14 @@ def build(
         targets, timing_cache: `engine.build_engine`.
 
     Raises:
-        CheckpointError: the checkpoint, as `decoder.export` says.
+        CheckpointError: the checkpoint, as `decoder.export` says, or its tokenizer.json, if it has one.
         EngineError: TensorRT refuses, or changes the graph. Nothing is left of `output` then.
         FileExistsError: `output` is there.
         ValueError: config.dtype is "float32" and plans are asked for, or options of plans and none are.
         ImportError: onnx, torch or safetensors are missing.
     """
     try:
+        from ..runtime.tokenizer import Tokenizer
         from . import decoder
     except ImportError as error:
         raise ImportError(f"reading checkpoints needs {error.name}: pip install 'trtllm-replayssm[builder]'") from None
@@ -100,6 +101,9 @@ def build(
     elif targets or timing_cache:
         raise ValueError(f"{'target' if targets else 'timing cache'}: of plans, and none are asked for")
     _plugin_library()
+    tokenizer = Path(checkpoint) / bundles.TOKENIZER
+    if tokenizer.exists():
+        Tokenizer(checkpoint)
     tensorrt, missing = None, None
     if plans:
         try:
@@ -111,7 +115,7 @@ def build(
     with bundles.being_written(output) as folder:
         model, pool = decoder.export(checkpoint, folder, config, progress, allow)
         with_mtp = (folder / decoder.MTP).exists()
-        if (tokenizer := Path(checkpoint) / bundles.TOKENIZER).exists():
+        if tokenizer.exists():
             shutil.copyfile(tokenizer, folder / bundles.TOKENIZER)
         bundle = Bundle(
             package=__version__,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -151,6 +152,8 @@ def read(folder: str | Path) -> Bundle:
     """
     folder = Path(folder)
     path = folder / CONFIG
+    if path.exists() and not path.is_file():
+        raise BundleError(f"{path}: not a regular file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -159,13 +162,16 @@ def read(folder: str | Path) -> Bundle:
         raise BundleError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(raw, dict) or "format" not in raw:
         raise BundleError(f"{path}: has no key 'format', expected the config.json of an engine folder")
-    if raw["format"] != FORMAT:
-        raise BundleError(f"{path}: of another format, expected {FORMAT}: build the engine again")
+    if type(raw["format"]) is not int or raw["format"] != FORMAT:
+        raise BundleError(f"{path}: of format {reprlib.repr(raw['format'])}, expected {FORMAT}: build the engine again")
     if raw.pop("sha256", None) != _seal_of(raw):
         raise BundleError(f"{path}: changed or damaged since the engine was made: its SHA-256 differs")
-    if raw.get("layout_version") != _core.LAYOUT_VERSION:
+    layout_version = raw.get("layout_version")
+    if type(layout_version) is not int:
+        raise BundleError(f"{path}: layout_version is {reprlib.repr(layout_version)}, expected an integer")
+    if layout_version != _core.LAYOUT_VERSION:
         raise BundleError(
-            f"{path}: the engine's slots have layout version {raw.get('layout_version')}, this installation's "
+            f"{path}: the engine's slots have layout version {layout_version}, this installation's "
             f"{_core.LAYOUT_VERSION}: build the engine again"
         )
     del raw["format"]
@@ -202,7 +208,9 @@ def _plan_of(raw: dict) -> Plan:
 
 
 def _check(path: Path, expected: dict) -> None:
-    if not path.is_file():
+    if path.exists() and not path.is_file():
+        raise BundleError(f"{path}: not a regular file")
+    if not path.exists():
         has = f"; it has the plugins {', '.join(PLUGINS)}, namespace {NAMESPACE}, version {VERSION}"
         raise BundleError(f"{path}: no such file, but config.json lists it{has if path.name == LIBRARY else ''}")
     size = path.stat().st_size

@@ -116,6 +116,49 @@ def test_generate_by_an_engine_folder(tmp_path, capsys):
         assert message in error and error.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """The shipped checkpoint with a NaN in the first layer's A_log."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(TINY, tmp_path_factory.mktemp("spoilt") / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["backbone.layers.0.mixer.A_log"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_lost_state_is_one_line(spoilt, tmp_path, capsys):
+    folder = str(tmp_path / "engine")
+    sizes = ["--max-batch", "2", "--max-seq-len", "64", "--dtype", "float32", "--no-plans"]
+    assert main(["build", "--checkpoint", str(spoilt), "--output", folder, *sizes]) == 0
+    sources = ((["--engine", folder, "--executor", "reference"], folder), (["--checkpoint", str(spoilt)], str(spoilt)))
+    for source, name in sources:
+        capsys.readouterr()
+        assert main(["generate", *source, "--prompt", "In", "--max-tokens", "4", "--json"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith(
+            f"trtllm-replayssm: error: {name}: row 0: the state of head 0 in layer 0 was stored with a NaN"
+        )
+        assert captured.out == "" and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (RuntimeError("CUDA out of memory.\nTried to allocate"), "CUDA out of memory. Tried to allocate"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_failures_of_libraries_are_one_line(error, message, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("trtllm_replayssm.cli._engine", fails)
+    assert main(["generate", "--checkpoint", TINY, "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == f"trtllm-replayssm: error: {message}\n"
+
+
 def test_info_with_numpy_only_says_what_is_missing():
     """Imports of the other packages fail as if they were not installed."""
     code = (

@@ -2,8 +2,8 @@
 """The command `trtllm-replayssm`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 the demo's texts disagree or a benchmark's
-run was invalid, 2 bad input or something missing (one line says what), 130 interrupted, 129 and 143 a build ended by
-SIGHUP or SIGTERM.
+run was invalid, 2 bad input, something missing or a run that failed (one line says what), 130 interrupted, 129 and 143
+a build ended by SIGHUP or SIGTERM.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_: f"trtllm-replayssm: warning: {message}\n"
     try:
         return options.run(options)
-    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        # RuntimeError: lost state, and what torch and TensorRT raise, without memory, say.
         if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"trtllm-replayssm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trtllm-replayssm: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trtllm-replayssm: interrupted", file=sys.stderr)
@@ -261,8 +262,11 @@ def _generate(options) -> int:
     stream = len(prompts) == 1 and not options.json
     if stream:
         print(prompts[0], end="", flush=True)
-    seconds = _finish(engine, sequences, "generating", stream)
-    statistics = engine.statistics()
+    try:
+        seconds = _finish(engine, sequences, "generating", stream)
+        statistics = engine.statistics()  # checks the state
+    except (ValueError, RuntimeError) as error:
+        raise RuntimeError(f"{options.engine or options.checkpoint}: {error}") from error
     tokens = statistics["generated_tokens"]
     other = "conventional" if options.mode == "replay" else "replay"
     traffic = {options.mode: statistics["decode_traffic"], other: engine.rehearse(other, sequences)}

@@ -220,7 +220,8 @@ def test_spoilt_configs(tmp_path, monkeypatch):
     refused("9" * 5000, "config.json: not readable as JSON")
     refused((TINY / "config.json").read_text(), "config.json: has no key 'format'")
     refused("[" * 100000, "config.json: not readable as JSON")
-    refused(json.dumps(raw | {"format": 99}), "config.json: of another format, expected 3")
+    for found in (99, "3", True):
+        refused(json.dumps(raw | {"format": found}), f"config.json: of format {found!r}, expected 3: build the engine")
     for key in raw.keys() - {"format"}:
         refused(json.dumps({other: value for other, value in raw.items() if other != key}), changed)
         for value in (None, [], {}, "x"):
@@ -231,6 +232,8 @@ def test_spoilt_configs(tmp_path, monkeypatch):
     assert (code, out, error.count("\n")) == (2, "", 1) and changed in error and "Traceback" not in error
     # Folders of other versions.
     refused(sealed(layout_version=1, model={}), f"layout version 1, this installation's {_core.LAYOUT_VERSION}")
+    for found in (str(_core.LAYOUT_VERSION), None, True):
+        refused(sealed(layout_version=found), f"config.json: layout_version is {found!r}, expected an integer")
     refused(sealed(model={}), "config.json: KeyError: 'layers'")
     refused(sealed(files=raw["files"] | {"../x": {}}), "'../x' is not a plain file name")
     for name in ("model.onnx", "mtp.onnx", "weights.bin", "libtrtllm_replayssm_plugins.so"):
@@ -240,6 +243,41 @@ def test_spoilt_configs(tmp_path, monkeypatch):
     assert read(tmp_path / "engine").files == raw["files"]
     with pytest.raises(BundleError, match="no such file; an engine folder is what `trtllm-replayssm build` makes"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "weights.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_files_that_are_none(tmp_path, name, make):
+    """A pipe, which would be waited for, and a folder."""
+    build(TINY, tmp_path / "engine", replace(SMALL_ENGINE, dtype="float32"), plans=False)
+    (tmp_path / "engine" / name).unlink()
+    make(tmp_path / "engine" / name)
+    code, out, error = command("inspect", tmp_path / "engine")
+    assert (code, out) == (2, "")
+    assert error == f"trtllm-replayssm: error: {tmp_path / 'engine' / name}: not a regular file\n"
+
+
+def test_checkpoint_files_that_are_none(tmp_path, monkeypatch):
+    """Refused before anything is written: a garbage tokenizer, and what is no file."""
+    monkeypatch.setattr(tensorrt_package, "find", no_tensorrt)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", SMALL)
+
+    def refused(message):
+        with pytest.raises(CheckpointError, match=message):
+            build(checkpoint, tmp_path / "engine", SMALL_ENGINE)
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+    (checkpoint / "tokenizer.json").write_text('{"model": "garbage"}')
+    refused("checkpoint/tokenizer.json: not a tokenizer: ")
+    (checkpoint / "tokenizer.json").unlink()
+    os.mkfifo(checkpoint / "tokenizer.json")
+    refused("checkpoint/tokenizer.json: not a regular file")
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "config.json").write_text("[" * 100_000)
+    refused("checkpoint/config.json: not readable as JSON: ")
+    (checkpoint / "config.json").unlink()
+    os.mkfifo(checkpoint / "config.json")
+    refused("checkpoint/config.json: not a regular file")
 
 
 def no_tensorrt():

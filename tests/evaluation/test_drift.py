@@ -4,6 +4,7 @@
 import datetime
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, measurement
@@ -112,22 +114,63 @@ def test_results_of_other_settings_are_not_continued(tmp_path):
         run(tmp_path, ["fp32:none"], rows=1, tokens=112)
 
 
+def test_another_tokenizer_makes_other_texts(tmp_path):
+    checkpoint = Path(shutil.copytree(TINY, tmp_path / "checkpoint"))
+    other = Settings(checkpoint, (TEXT,), rows=1, tokens=32)
+    before = other.identity(CPU)["checkpoint"]
+    (checkpoint / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text() + "\n")
+    after = other.identity(CPU)["checkpoint"]
+    assert [name for name in after if after[name] != before[name]] == ["tokenizer.json"]
+
+
+def replacing(metadata=None, **arrays):
+    """Damage to a result: other arrays, or more metadata."""
+
+    def damage(file):
+        with safe_open(file, "np") as stored:
+            whole = {name: stored.get_tensor(name) for name in stored.keys()} | arrays
+            about = stored.metadata() | (metadata or {})
+        save_file(whole, file, about)
+
+    return damage
+
+
+NAN = np.where(np.arange(96) == 5, np.float32("nan"), np.zeros((2, 96), np.float32))
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-10]), "not fully covered"),
         (lambda file: file.write_bytes(b""), "header too small"),
-        (lambda file: save_file({"kl": np.zeros((2, 96), np.float32)}, file), "lacks seconds, date, commit, command"),
+        (lambda file: save_file({"kl": np.zeros((2, 96), np.float32)}, file), "lacks configuration, seconds"),
         (
             lambda file: save_file(
                 {"kl": np.zeros((2, 96), np.float32)},
                 file,
-                dict.fromkeys(("seconds", "date", "commit", "command"), "1"),
+                dict.fromkeys(("seconds", "date", "commit", "command"), "1") | {"configuration": "fp16:none"},
             ),
             "does not contain tensor same",
         ),
+        (replacing({"configuration": "bf16:none"}), "it is of configuration 'bf16:none', expected 'fp16:none'"),
+        (replacing({"seconds": "long"}), "could not convert string to float: 'long'"),
+        (replacing(kl=NAN[:, 1:]), r"kl is float32 \[2, 95\], expected float32 \[2, 96\]"),
+        (replacing(kl=NAN[0]), r"kl is float32 \[96\], expected float32 \[2, 96\]"),
+        (replacing(loss=np.zeros((2, 95))), r"loss is float64 \[2, 95\], expected float32 \[2, 95\]"),
+        (replacing(kl=NAN), "kl is nan in row 0 at position 5, expected finite numbers"),
     ],
-    ids=["torn", "empty", "no metadata", "no arrays"],
+    ids=[
+        "torn",
+        "empty",
+        "no metadata",
+        "no arrays",
+        "another configuration",
+        "no seconds",
+        "shape",
+        "rank",
+        "dtype",
+        "not finite",
+    ],
 )
 def test_damaged_results_are_named_before_anything_is_measured(damage, message, tmp_path, monkeypatch):
     measurement = Drift(settings(), ["bf16:none", "fp16:none"], tmp_path, CPU)
@@ -139,6 +182,15 @@ def test_damaged_results_are_named_before_anything_is_measured(damage, message, 
     with pytest.raises(ValueError, match=rf"fp16\+none\.safetensors: not a whole result .*{message}.*; delete it"):
         measurement.run()
     assert file.read_bytes() == content
+
+
+def test_figures_that_are_not_finite_are_not_written(tmp_path, monkeypatch):
+    measurement = Drift(settings(), ["fp32:none"], tmp_path, CPU)
+    original = subject.Decoder.step
+    monkeypatch.setattr(subject.Decoder, "step", lambda *arguments: original(*arguments) * float("nan"))
+    with pytest.raises(ValueError, match="configuration 'fp32:none': kl is nan in row 0 at position 0, expected fin"):
+        measurement.run()
+    assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +231,8 @@ def test_bad_runs_are_named(configurations, changes, message, tmp_path):
         ({"tokens": 100}, "tokens is 100, expected a multiple of the step's 16 tokens"),
         ({"window": 24}, "window is 24, expected a multiple of the step's 16 tokens"),
         ({"generate": -1}, "generate is -1, expected at least 0"),
+        ({"generate": 4, "prompt": 4096}, "prompt is 4096, expected fewer than the 96 tokens of a text"),
+        ({"generate": 4, "prompt": 96}, "prompt is 96, expected fewer than the 96 tokens of a text"),
     ],
 )
 def test_bad_settings_are_named(changes, message):
@@ -190,6 +244,26 @@ def test_text_that_is_no_text(tmp_path):
     (tmp_path / "noise").write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match=r"noise: expected UTF-8 text, got byte 3"):
         Drift(Settings(TINY, (tmp_path / "noise",)), ["fp32:none"], tmp_path / "run", CPU)
+
+
+def test_texts_that_are_not_different(tmp_path):
+    """The same file under two names, a copy of it, and one that holds the same text further on."""
+    (tmp_path / "text").write_bytes(TEXT.read_bytes()[:1200])
+    (tmp_path / "link").symlink_to("text")
+    shutil.copy(tmp_path / "text", tmp_path / "copy")
+    (tmp_path / "later").write_text("He said so, and then: " + (tmp_path / "text").read_text())
+
+    def refused(*names, message):
+        files = tuple(tmp_path / name for name in names)
+        with pytest.raises(ValueError, match=message):
+            Drift(Settings(TINY, files, rows=2, tokens=256), ["fp32:none"], tmp_path / "run", CPU)
+        assert not (tmp_path / "run").exists()
+
+    refused("text", "text", message="texts: expected different files, got .*/text and .*/text, which are the same")
+    refused("text", "link", message="texts: expected different files, got .*/text and .*/link, which are the same")
+    for name in ("copy", "later"):
+        message = rf"rows 0 and 1 of .*/text, .*/{name} share 64 tokens in a row, expected different texts"
+        refused("text", name, message=message)
 
 
 def test_generation_is_greedy_decoding(device):
@@ -265,9 +339,22 @@ def test_command(tmp_path, capsys):
     assert second["kl_end_interval"][0] <= second["kl_end"] <= second["kl_end_interval"][1]
     assert [(bucket["from"], bucket["to"]) for bucket in second["kl_by_bucket"]] == [(1, 16), (17, 32), (33, 64)]
     assert second["kl_by_bucket"][0]["kl"] == 0 < second["kl_by_bucket"][2]["kl"]
+    assert first["generation"]["prompt"] == 16 and first["generation"]["tokens"] == 8
     assert first["generation"]["agreement"] == 8 and first["generation"]["length_growth"] == 1
     assert report["decays"]["predicted_ratio"] > 1
     assert str(ROOT) not in (tmp_path / "drift.json").read_text()
+
+
+def test_one_text_has_no_interval(tmp_path, capsys):
+    arguments = [*ARGUMENTS, "--configs", "bf16:none", "--tokens", "64", "--rows", "1", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[1].count("(-)") == 2
+    (record,) = json.loads((tmp_path / "drift.json").read_text())["records"]
+    assert record["kl_end"] > 0
+    for name in ("kl_end_interval", "slope_last_half_interval", "top1_interval"):
+        assert record[name] is None
+    assert [bucket["interval"] for bucket in record["kl_by_bucket"]] == [None] * 3
+    assert main(["eval", "plot", str(tmp_path)]) == 0
 
 
 def test_records_tell_when_and_with_what_they_were_measured(tmp_path, monkeypatch):
@@ -320,10 +407,34 @@ def test_plot_of_a_run_made_elsewhere(tmp_path, capsys, monkeypatch):
     assert main(["eval", "plot", str(tmp_path)]) == 0
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    for content, message in (("[", "not the JSON of a run"), ("{}", "found no 'records'")):
+    report = json.loads((tmp_path / "drift.json").read_text())
+    (record,) = report["records"]
+    first, *rest = record["kl_by_bucket"]
+
+    def records(**changes):
+        return json.dumps({"records": [record, record | changes]})
+
+    (tmp_path / "drift.png").unlink()
+    for content, message in (
+        ("[", "not the JSON of a run"),
+        ("[" * 100_000, "not the JSON of a run"),
+        ("{}", "expected the JSON of a run, found no 'records'"),
+        ('{"records": 5}', "records is 5, expected a list"),
+        ('{"records": [5]}', "records[0]: found 5, expected an object"),
+        ('{"records": [{}]}', "records[0]: has no 'model', expected a string"),
+        (records(rows="8"), "records[1]: rows is '8', expected a number"),
+        (records(kl_by_bucket=None), "records[1]: kl_by_bucket is None, expected a list"),
+        (records(kl_by_bucket=[first, {}]), "records[1]: kl_by_bucket[1]: has no 'from', expected a number"),
+        (
+            records(kl_by_bucket=[first | {"interval": [0.5]}, *rest]),
+            "records[1]: kl_by_bucket[0]: interval is [0.5], expected two numbers",
+        ),
+    ):
         (tmp_path / "drift.json").write_text(content)
         assert main(["eval", "plot", str(tmp_path)]) == 2
-        assert message in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"{tmp_path / 'drift.json'}: {message}" in error and error.count("\n") == 1
+        assert not (tmp_path / "drift.png").exists()
 
 
 def test_files_are_written_whole(tmp_path, monkeypatch):

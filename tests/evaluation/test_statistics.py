@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trtllm_replayssm.evaluation.generation import compare_texts
-from trtllm_replayssm.evaluation.statistics import buckets, interval, slope
+from trtllm_replayssm.evaluation.statistics import buckets, interval, slope, written
 
 
 def test_buckets_double_and_cover_every_position_once():
@@ -16,6 +16,11 @@ def test_buckets_double_and_cover_every_position_once():
 
 def test_interval_of_equal_rows_is_their_value():
     assert interval(np.full(8, 3.0)) == [3.0, 3.0]
+
+
+def test_one_row_has_no_interval():
+    assert interval(np.array([3.0])) is None
+    assert written(None, ".2f") == "-" and written([0.5, 1.0], "+.1f") == "+0.5 … +1.0"
 
 
 def test_interval_is_that_of_the_mean():

@@ -4,10 +4,20 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import sys
 from pathlib import Path
 
 from ..measurement import command_line, matplotlib, write_atomically
+
+# What a picture shows of a record, and of a range of positions in it.
+_STRING, _LIST, _NUMBER = (str, "a string"), (list, "a list"), (int | float, "a number")
+_DRAWN = {
+    **dict.fromkeys(("model", "activation", "checkpoint", "read_copy"), _STRING),
+    **dict.fromkeys(("rows", "window"), _NUMBER),
+    "kl_by_bucket": _LIST,
+}
+_DRAWN_BUCKET = {**dict.fromkeys(("from", "to", "kl"), _NUMBER), "interval": (list | None, "two numbers or null")}
 
 
 def add_commands(commands) -> None:
@@ -105,7 +115,8 @@ def _drift(options) -> int:
         record = about | origin | {"checkpoint": checkpoint, "read_copy": read_copy, **result.summary()}
         if result.generated is not None:
             stop = run.subject.config.stop_tokens
-            record["generation"] = compare_texts(result.generated, result.reference_generated, stop)
+            figures = compare_texts(result.generated, result.reference_generated, stop)
+            record["generation"] = {"prompt": settings.prompt, **figures}
         records.append(record)
     report = {"records": records, "decays": decays}
     write_atomically(folder / "drift.json", (json.dumps(report, indent=1) + "\n").encode())
@@ -120,15 +131,40 @@ def _drift(options) -> int:
 
 def _plot(options) -> int:
     folder = Path(options.folder)
-    file = folder / "drift.json"
+    _draw(folder, _read(folder / "drift.json"))
+    return 0
+
+
+def _read(file: Path) -> dict:
+    """A run's report. ValueError: it lacks what a picture shows, or has it of another type."""
     try:
-        report = json.loads(file.read_text())
-    except ValueError as error:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not the JSON of a run: {error}") from None
     if not isinstance(report, dict) or not report.get("records"):
         raise ValueError(f"{file}: expected the JSON of a run, found no 'records'")
-    _draw(folder, report)
-    return 0
+    _require(report, {"records": _LIST}, file)
+    for index, record in enumerate(report["records"]):
+        where = f"{file}: records[{index}]"
+        _require(record, _DRAWN, where)
+        for position, bucket in enumerate(record["kl_by_bucket"]):
+            _require(bucket, _DRAWN_BUCKET, f"{where}: kl_by_bucket[{position}]")
+            if (ends := bucket["interval"]) is not None and [type(end) for end in ends] != [float, float]:
+                raise ValueError(
+                    f"{where}: kl_by_bucket[{position}]: interval is {reprlib.repr(ends)}, expected two numbers"
+                )
+    return report
+
+
+def _require(entry: object, fields: dict[str, tuple], where: str | Path) -> None:
+    """ValueError unless `entry` is an object with these fields."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: found {reprlib.repr(entry)}, expected an object")
+    for name, (kind, expected) in fields.items():
+        if name not in entry:
+            raise ValueError(f"{where}: has no {name!r}, expected {expected}")
+        if not isinstance(entry[name], kind):
+            raise ValueError(f"{where}: {name} is {reprlib.repr(entry[name])}, expected {expected}")
 
 
 def _draw(folder: Path, report: dict) -> None:
@@ -140,18 +176,19 @@ def _draw(folder: Path, report: dict) -> None:
 
 
 def _print(records: list[dict], decays: dict) -> None:
+    from .statistics import written
+
     tokens = records[0]["tokens"]
     print(f"{'':18}{f'KL at the end of {tokens} tokens':>40}{'change over last half':>34}{'same top-1':>12}{'loss':>9}")
     for record in records:
-        low, high = record["kl_end_interval"]
-        left, right = record["slope_last_half_interval"]
-        end = f"{record['kl_end']:.3g} ({low:.3g} … {high:.3g})"
-        change = f"{record['slope_last_half']:+.2g} ({left:+.2g} … {right:+.2g})"
+        end = f"{record['kl_end']:.3g} ({written(record['kl_end_interval'], '.3g')})"
+        change = f"{record['slope_last_half']:+.2g} ({written(record['slope_last_half_interval'], '+.2g')})"
         print(f"{_name(record):18}{end:>40}{change:>34}{record['top1']:12.2%}{record['loss']:9.4f}")
     print(f"FP32 states: loss {records[0]['reference_loss']:.4f}")
     if "generation" in records[0]:
-        print(f"\nGreedy continuations, {records[0]['generation']['tokens']} tokens at most; FP32 states in brackets")
-        if not records[0]["generation"]["has_stop_token"]:
+        g = records[0]["generation"]
+        print(f"\nGreedy continuations of {g['prompt']} tokens, {g['tokens']} tokens at most; FP32 states in brackets")
+        if not g["has_stop_token"]:
             print("(the model has no stop token: every text has full length; agreement and repetition remain)")
         for record in records:
             g = record["generation"]

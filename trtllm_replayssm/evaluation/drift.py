@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from .. import ReplayConfig
 from ..measurement import write_atomically
-from ..runtime.texts import read_rows
+from ..runtime.texts import read_rows, require_different
 from .generation import generate
 from .statistics import buckets, interval, slope
 from .subject import ACTIVATIONS, Decoder, Subject
 from .walk import walk
 
 REFERENCE = "fp32:none"
-METADATA = ("seconds", "date", "commit", "command")  # of a configuration's file
+METADATA = ("configuration", "seconds", "date", "commit", "command")  # of a configuration's file
 REMEDY = "name another folder or delete this one"
 
 
@@ -68,12 +68,17 @@ class Settings:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, expected a multiple of the step's {self.step_tokens} tokens"
                 )
+        if self.generate and self.prompt >= self.tokens:
+            raise ValueError(f"prompt is {self.prompt}, expected fewer than the {self.tokens} tokens of a text")
 
     def identity(self, device: torch.device) -> dict:
         """What must be equal for the results of two runs to belong together."""
         weights = sorted(self.checkpoint.glob("*.safetensors"))
         return {
-            "checkpoint": {file.name: _digest(file) for file in [self.checkpoint / "config.json", *weights]},
+            "checkpoint": {
+                file.name: _digest(file)
+                for file in (self.checkpoint / "config.json", self.checkpoint / "tokenizer.json", *weights)
+            },
             "texts": [_digest(file) for file in self.files],
             **{
                 name: getattr(self, name)
@@ -82,13 +87,30 @@ class Settings:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         }
 
+    @property
+    def arrays(self) -> dict[str, tuple[type, tuple[int, int]]]:
+        """What a configuration's file holds: name -> dtype, shape."""
+        each = (self.rows, self.tokens)
+        following = (self.rows, self.tokens - 1)
+        arrays = {
+            "kl": (np.float32, each),
+            "same": (np.bool_, each),
+            "loss": (np.float32, following),
+            "reference_loss": (np.float32, following),
+        }
+        if self.generate:
+            generated = (np.int64, (self.rows, self.generate))
+            arrays |= {"generated": generated, "reference_generated": generated}
+        return arrays
+
 
 class Drift:
     """A run over several configurations, each "checkpoint:read copy" as in ReplayConfig, kept in `folder`.
 
     Every finished configuration is a file there; a run that finds files of the same settings goes on after them, with
     the same results as if it had never stopped. ValueError: an unknown configuration, one named twice, too little text,
-    or a folder with results of other settings. `commit` and `command` are recorded with what this run measures.
+    texts that are not different, or a folder with results of other settings. `commit` and `command` are recorded with
+    what this run measures.
 
     Attributes:
         subject: the checkpoint. tokens: int64 [rows, tokens], the texts.
@@ -110,16 +132,19 @@ class Drift:
             raise ValueError(f"configurations: expected different ones, got {' '.join(configurations)}")
         self.configurations = {name: self._replay(name) for name in configurations}
         self.subject = Subject(settings.checkpoint, device, settings.dtype, progress)
-        self.tokens = read_rows(self.subject.tokenizer, settings.files, settings.rows, settings.tokens).to(device)
+        tokens = read_rows(self.subject.tokenizer, settings.files, settings.rows, settings.tokens)
+        require_different(tokens, settings.files)
+        self.tokens = tokens.to(device)
         self._claim(settings.identity(device))
 
     def run(self) -> dict[str, Result]:
         """Runs what is not there yet. Configuration -> result, in the order they were named.
 
-        ValueError: a damaged file, by name, before anything is measured.
+        ValueError: a file that is damaged or another configuration's, by name, before anything is measured; a
+        configuration whose figures are not finite, by name, before they are written.
         """
         files = {name: self._file(name) for name in self.configurations}
-        results = {name: Result.read(file) for name, file in files.items() if file.exists()}
+        results = {name: Result.read(file, name, self.settings) for name, file in files.items() if file.exists()}
         pending = [name for name in self.configurations if name not in results]
         per_configuration = self.settings.rows * self.settings.tokens
         total = len(self.configurations) * per_configuration
@@ -128,8 +153,12 @@ class Drift:
             for name in pending:
                 bar.set_description(name)
                 arrays, metadata = self._measure(name, bar)
+                try:
+                    _require(arrays, self.settings)
+                except ValueError as error:
+                    raise ValueError(f"configuration {name!r}: {error}") from None
                 write_atomically(files[name], save(arrays, metadata))
-                results[name] = Result.read(files[name])
+                results[name] = Result.read(files[name], name, self.settings)
         return {name: results[name] for name in self.configurations}
 
     @torch.inference_mode()
@@ -143,7 +172,8 @@ class Drift:
             prompt, stride = self.tokens[:, : self.settings.prompt], self.settings.step_tokens
             for kind, config in configs.items():
                 arrays[f"{kind}generated"] = generate(self.subject, config, prompt, self.settings.generate, stride)
-        metadata = {"seconds": str(seconds), "date": datetime.date.today().isoformat(), **self._origin}
+        today = datetime.date.today().isoformat()
+        metadata = {"configuration": name, "seconds": str(seconds), "date": today, **self._origin}
         return {key: value.cpu().numpy() for key, value in arrays.items()}, metadata
 
     def _compare(self, reference: ReplayConfig, candidate: ReplayConfig, bar: tqdm) -> dict[str, torch.Tensor]:
@@ -230,19 +260,23 @@ class Result:
     command: str
 
     @classmethod
-    def read(cls, file: Path) -> Result:
-        """ValueError: a file that is damaged or incomplete, by name."""
+    def read(cls, file: Path, configuration: str, settings: Settings) -> Result:
+        """ValueError: a file that is damaged, incomplete, or of another configuration or other sizes, by name."""
         try:
             with safe_open(file, "np") as stored:
-                metadata, names = stored.metadata() or {}, set(stored.keys())
+                metadata = stored.metadata() or {}
                 if missing := [name for name in METADATA if name not in metadata]:
                     raise ValueError(f"its metadata lacks {', '.join(missing)}")
-                about = {name: metadata[name] for name in METADATA} | {"seconds": float(metadata["seconds"])}
-                arrays = {name: stored.get_tensor(name) for name in ("kl", "same", "loss", "reference_loss")}
-                for name in ("generated", "reference_generated"):
-                    arrays[name] = stored.get_tensor(name) if name in names else None
-                return cls(**arrays, **about)
-        except (SafetensorError, OSError, ValueError) as error:
+                if (found := metadata["configuration"]) != configuration:
+                    raise ValueError(f"it is of configuration {found!r}, expected {configuration!r}")
+                arrays = {name: stored.get_tensor(name) for name in settings.arrays}
+            _require(arrays, settings)
+            return cls(
+                **{"generated": None, "reference_generated": None} | arrays,
+                seconds=float(metadata["seconds"]),
+                **{name: metadata[name] for name in ("date", "commit", "command")},
+            )
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{file}: not a whole result of a configuration: {error}; delete it, and the next run measures it anew"
             ) from None
@@ -252,7 +286,7 @@ class Result:
 
         kl_by_bucket: per range of positions, doubling: mean and 95 % interval over rows. kl_end: the mean of the last
         1/32 of the positions. slope_last_half: change of the KL along the last half of the positions by least squares,
-        beside their mean.
+        beside their mean. Intervals of one row are None.
         """
         rows, tokens = self.kl.shape
         kl = self.kl.astype(np.float64)
@@ -279,6 +313,20 @@ class Result:
             "reference_loss": self.reference_loss.mean(dtype=np.float64),
             "seconds": round(self.seconds, 1),
         }
+
+
+def _require(arrays: dict[str, np.ndarray], settings: Settings) -> None:
+    """ValueError unless `arrays` are those of a configuration's file, and finite."""
+    for name, (dtype, shape) in settings.arrays.items():
+        array = arrays[name]
+        if array.dtype != dtype or array.shape != shape:
+            expected = f"{np.dtype(dtype)} {list(shape)}"
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, expected {expected}")
+        if len(wrong := np.argwhere(~np.isfinite(array))):
+            row, position = wrong[0]
+            raise ValueError(
+                f"{name} is {array[row, position]} in row {row} at position {position}, expected finite numbers"
+            )
 
 
 def _digest(file: Path) -> str:

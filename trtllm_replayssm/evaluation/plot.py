@@ -21,10 +21,11 @@ def draw(summaries: dict[str, dict], title: str) -> bytes:
             axes.plot([], [], label=f"{name} (0)")
             continue
         middle = [(bucket["from"] * bucket["to"]) ** 0.5 for bucket in shown]
-        floor = min(bucket["kl"] for bucket in shown) / 10  # log axes show no 0
-        low, high = ([max(bucket["interval"][side], floor) for bucket in shown] for side in (0, 1))
         (line,) = axes.plot(middle, [bucket["kl"] for bucket in shown], marker="o", ms=3, label=name)
-        axes.fill_between(middle, low, high, color=line.get_color(), alpha=0.2, lw=0)
+        if all(bucket["interval"] is not None for bucket in shown):  # of several texts
+            floor = min(bucket["kl"] for bucket in shown) / 10  # log axes show no 0
+            low, high = ([max(bucket["interval"][side], floor) for bucket in shown] for side in (0, 1))
+            axes.fill_between(middle, low, high, color=line.get_color(), alpha=0.2, lw=0)
     axes.set(xscale="log", yscale="log", xlabel="position (tokens)", ylabel="KL from FP32 states (nats per token)")
     axes.set_title(title)
     axes.grid(alpha=0.3)

@@ -23,14 +23,21 @@ def buckets(length: int, first: int = 16) -> list[tuple[int, int]]:
 
 def interval(
     by_row: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = lambda sample: sample.mean(-1)
-) -> list[float]:
-    """[low, high]: percentile bootstrap interval of `statistic` at 95 %, resampling rows.
+) -> list[float] | None:
+    """[low, high]: percentile bootstrap interval of `statistic` at 95 %, resampling rows. One row has none: None.
 
     by_row: [rows], or [rows, k] where a row has k figures that belong together. statistic: [..., rows(, k)] -> [...].
     """
+    if len(by_row) < 2:
+        return None
     picked = np.random.default_rng(0).integers(len(by_row), size=(RESAMPLES, len(by_row)))
     tail = 50 * (1 - CONFIDENCE)
     return np.percentile(statistic(by_row[picked]), [tail, 100 - tail]).tolist()
+
+
+def written(interval: list[float] | None, format: str) -> str:
+    """For people, the numbers as `format` says."""
+    return "-" if interval is None else " … ".join(f"{end:{format}}" for end in interval)
 
 
 def slope(values: np.ndarray) -> np.ndarray:

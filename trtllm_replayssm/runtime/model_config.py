@@ -93,13 +93,15 @@ class ModelConfig:
     def read(cls, checkpoint: str | Path) -> ModelConfig:
         """Reads `checkpoint`/config.json. Raises CheckpointError naming the key that is missing or not understood."""
         path = Path(checkpoint) / "config.json"
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_float_objects)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path}: no such file; a checkpoint is a directory with config.json and safetensors"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path}: holds a {type(raw).__name__}, expected a JSON object")

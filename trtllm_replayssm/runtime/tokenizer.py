@@ -18,6 +18,8 @@ class Tokenizer:
         path = Path(checkpoint) / "tokenizer.json"
         if not path.exists():
             raise CheckpointError(f"{path}: no such file")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
