@@ -4,6 +4,7 @@
 import importlib
 import importlib.util
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -289,14 +290,45 @@ def test_bad_switches_name_themselves(name, value):
 
 def test_good_switches():
     text = {"": "1", "_WINDOW": "32", "_READ_COPY": "nvfp4", "_STOCHASTIC_ROUNDING": "0", "_SEED": str(2**64 - 1)}
-    text |= {"_CHECK": "0", "_SHADOW": "7", "_ON_MISMATCH": "fallback", "_NVCC": "pypi"}
+    text |= {"_CHECK": "0", "_SHADOW": "7", "_ON_MISMATCH": "fallback"}
     given = Settings.of({f"TRTLLM_REPLAYSSM{name}": value for name, value in text.items()} | {"TLLM_X": "?"})
     assert given == Settings(True, True, 32, "nvfp4", "0", 2**64 - 1, 0, 7)
-    assert Settings.of({}) == Settings() and not Settings.of({"TRTLLM_REPLAYSSM": "0"}).enabled
+    assert Settings.of({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("_WINDOW", "65"), ("_NOT_THERE", "1"), ("_PLUGIN", "1"), ("_ON_MISMATCH", "?")]
+)
+def test_the_kill_switch_wins_over_everything(name, value):
+    for names in (["", name], [name, ""]):
+        given = Settings.of({f"TRTLLM_REPLAYSSM{key}": "0" if key == "" else value for key in names})
+        assert given == Settings(enabled=False)
+
+
+def test_variables_that_others_read_are_known(pytestconfig):
+    """Whatever of our prefix the code, its build and its image know, the adapter does not take for a typing error."""
+    places = ["pyproject.toml", "examples/trtllm-build/Dockerfile", "trtllm_replayssm/**/*.p*", "plugins/**/*.cpp"]
+    text = "".join(
+        path.read_text() for place in places for path in pytestconfig.rootpath.glob(place) if "pyc" not in str(path)
+    )
+    names = set(re.findall(r"TRTLLM_REPLAYSSM_[A-Z_]*[A-Z]", text)) - {"TRTLLM_REPLAYSSM_EXPORT"}  # a macro
+    assert names > {f"TRTLLM_REPLAYSSM_{name}" for name in ("PLUGIN", "AUTOREGISTER", "NVCC", "SHADOW")}
+    for name in names:
+        try:
+            Settings.of({name: "no value of anything"})
+        except ValueError as error:
+            assert f"{name}: expected " in str(error)
+
+
+@pytest.mark.parametrize("environment", [{}, {"REPLAYSSM_ON_MISMATCH": "fallback"}])
+def test_installs_in_the_image_that_registers_the_plugins(serve, environment):
+    """examples/trtllm-build/Dockerfile."""
+    server = serve("C", environment | {"REPLAYSSM_PLUGIN": "1", "REPLAYSSM_AUTOREGISTER": "libnvinfer.so.10"}, drafts=2)
+    assert decoder_of(server) is not None
 
 
 def test_switched_off_is_stock(serve):
-    server = run(serve("C", {"REPLAYSSM": "0"}, drafts=3), 60)
+    server = run(serve("C", {"REPLAYSSM": "0", "REPLAYSSM_PLUGIN": "1", "REPLAYSSM_SEED": "?"}, drafts=3), 60)
     model = sys.modules[doubles.MODEL]
     assert model.Mamba2Mixer is sys.modules[doubles.MIXER].Mamba2Mixer
     assert model.MODEL_CLASS_MAPPING["NemotronHForCausalLM"] is model.NemotronHForCausalLM
