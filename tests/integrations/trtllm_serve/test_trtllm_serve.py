@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,40 @@ def test_formats(serve, dtypes, environment, more, checkpoint, bound):
     assert (config.checkpoint, config.read_copy) == (checkpoint, environment.get("REPLAYSSM_READ_COPY", "none"))
     assert config.window == int(environment.get("REPLAYSSM_WINDOW", config.window))
     assert bound / 4 < server.error < bound
+
+
+@SPECULATIVE
+@pytest.mark.parametrize("environment, checkpoint", [({}, "fp16_sr"), ({"REPLAYSSM_STOCHASTIC_ROUNDING": "0"}, "fp16")])
+def test_rounding_that_the_mixer_is_told_of(serve, profile, environment, checkpoint):
+    """Managers of B have no argument for it."""
+    dtypes = torch.float32, torch.float16
+    server = serve(profile, environment, drafts=2, dtypes=dtypes, rounding=True)
+    assert decoder_of(server).pool.config.checkpoint == checkpoint
+    assert any(f"state {checkpoint} (the manager's own)" in line for line in log_of("info"))
+    assert run(seeded(server), 60).error < 5e-4
+    with pytest.raises(RuntimeError, match="stochastic rounding: expected mamba_ssm_cache_dtype float16, got .*32"):
+        serve(profile, {"REPLAYSSM_STOCHASTIC_ROUNDING": "auto"}, drafts=2, rounding=True)
+
+
+@pytest.mark.parametrize("on_mismatch", ["refuse", "fallback"])
+def test_rounding_that_only_the_kernel_is_told_of_is_refused(serve, on_mismatch):
+    """Too late for the stock kernels: the manager has no states for them any more."""
+    dtypes = torch.float32, torch.float16
+    server = serve("B", {"REPLAYSSM_ON_MISMATCH": on_mismatch}, drafts=2, dtypes=dtypes)
+    with pytest.raises(RuntimeError, match="got a rand_seed, .*: set TRTLLM_REPLAYSSM_STOCHASTIC_ROUNDING to 1 or 0"):
+        run(seeded(server), 20)
+    for value, checkpoint in (("0", "fp16"), ("1", "fp16_sr")):
+        server = seeded(serve("B", {"REPLAYSSM_STOCHASTIC_ROUNDING": value}, drafts=2, dtypes=dtypes))
+        assert run(server, 20).error < 5e-4 and decoder_of(server).pool.config.checkpoint == checkpoint
+
+
+def seeded(server):
+    """The server, its decode kernels called as where states are rounded stochastically."""
+    for mixer in server.mixers:
+        for name in [name for name in vars(mixer) if name.startswith("selective_state_update_func")]:
+            kernel = getattr(mixer, name)
+            setattr(mixer, name, partial(kernel, rand_seed=torch.ones(1, dtype=torch.int64), philox_rounds=10))
+    return server
 
 
 def make_decoder(**options):
