@@ -217,6 +217,20 @@ def test_the_accepted_window_is_promoted(monkeypatch, together):
     assert not conv[:, [0, 1, 3, 5]].any()
 
 
+@pytest.mark.parametrize("slots", [[-1, 2, -1], [2, -1, -1], [-1, -1, 2], [-1, -1, -1], [-1, 0, 2]])
+def test_rows_without_a_slot_promote_no_window(slots):
+    decoder, step, geometry = make_decoder()
+    windows, conv = decoder.states.windows, decoder.states.conv
+    conv.copy_(-1 - torch.arange(6.0).view(6, 1, 1).expand_as(conv))
+    expected = conv.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[:, slot] = windows[:, row, 1]
+    step(slots, random_tokens(geometry, torch.float32, 9))
+    decoder.accept(0, torch.tensor([2, 2, 2]))
+    assert torch.equal(conv, expected)
+
+
 def test_a_verification_that_nobody_accepts_leaves_no_trace():
     """A warm-up that runs layers only; a step that fails half-way."""
     results = []
