@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -495,6 +495,10 @@ def test_contrary_switches_of_tensorrt_llm_are_refused(serve, name, value):
         (lambda model, mixer, manager: setattr(mixer.Mamba2Mixer, "forward", lambda self, hidden_states: None),
          "Mamba2Mixer.forward to take attn_metadata, mamba_metadata, it takes self, hidden_states"),
         (lambda model, mixer, manager: sys.modules.pop(doubles.MIXER), "expected a module tensorrt_llm.*, found none"),
+        (lambda model, mixer, manager: delattr(manager, "MambaCacheManager") or
+         delattr(manager, "PythonMambaCacheManager"),
+         "expected PythonMambaCacheManager or MambaCacheManager in tensorrt_llm._torch.pyexecutor.mamba_cache_manager, "
+         "found neither"),
     ],
 )  # fmt: skip
 def test_another_tensorrt_llm_is_told_by_what_is_missing(monkeypatch, spoil, match):
@@ -503,8 +507,43 @@ def test_another_tensorrt_llm_is_told_by_what_is_missing(monkeypatch, spoil, mat
         spoil(*(sys.modules[name] for name in (doubles.MODEL, doubles.MIXER, doubles.MANAGER)))
         with pytest.raises(RuntimeError, match=match):
             importlib.import_module(f"{PACKAGE}.model")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM_ON_MISMATCH", "fallback")
+        with pytest.warns(UserWarning, match=f"ReplaySSM is OFF, the stock kernels decode: .*{match}"):
+            importlib.import_module(f"{PACKAGE}.model")
+        assert sys.modules[f"{PACKAGE}.model"].ReplayNemotronHForCausalLM is None
     finally:
         doubles.drop_package()
+
+
+@pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
+@pytest.mark.parametrize(
+    "profile, attribute",
+    [("A", "mamba_layer_offsets"), ("A", "ssm_states"), ("B", "mamba_cache"), ("C", "mamba_cache_index")],
+)
+def test_a_manager_that_lacks_what_steps_need_is_refused_when_it_is_made(serve, monkeypatch, profile, attribute):
+    make_package, spoilt = doubles.make_package, []
+
+    def make_spoilt_package(profile):
+        make_package(profile)
+        manager = sys.modules[doubles.MANAGER]
+        holder = getattr(manager, "PythonMambaCacheManager", manager.MambaCacheManager)
+        stock = holder.__init__
+
+        @wraps(stock)
+        def without(self, *arguments, **named):
+            stock(self, *arguments, **named)
+            delattr(self, attribute)
+            spoilt.append(self)
+
+        holder.__init__ = without
+
+    monkeypatch.setattr(doubles, "make_package", make_spoilt_package)
+    with pytest.raises(
+        RuntimeError, match=f"profile {profile}: expected .*Manager to have {attribute}, .*; it has none"
+    ):
+        serve(profile)
+    serve(profile, {"REPLAYSSM_ON_MISMATCH": "fallback"})
+    assert spoilt[-1]._replayssm is None
 
 
 def test_other_hybrid_models_stay_stock(serve):

@@ -258,6 +258,7 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
             call.arguments["spec_state_size"] = 0  # of per-draft states, and of the windows, which are made below
         stock(*call.args, **call.kwargs)
         try:
+            upstream.require_instance(self)
             if given.get("use_replay_state_update"):
                 raise Mismatch("the native replay is on: set TRTLLM_USE_MAMBA_REPLAY=0")
             if drafts is not None and given["mapping"].pp_size > 1:
