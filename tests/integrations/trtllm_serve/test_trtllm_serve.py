@@ -21,6 +21,7 @@ from mixer import Weights, random_tokens, same_bits
 from serving import LAYER_MASK, MAPPING, Request, Server
 
 from trtllm_replayssm import MambaGeometry
+from trtllm_replayssm.integrations.trtllm_build import doctor
 from trtllm_replayssm.integrations.trtllm_serve import MODULE_DIR
 from trtllm_replayssm.integrations.trtllm_serve.settings import Settings
 
@@ -544,6 +545,22 @@ def test_a_manager_that_lacks_what_steps_need_is_refused_when_it_is_made(serve, 
         serve(profile)
     serve(profile, {"REPLAYSSM_ON_MISMATCH": "fallback"})
     assert spoilt[-1]._replayssm is None
+
+
+@PROFILES
+def test_the_doctor_tells_the_profile(profile, drafts):
+    doubles.make_package(profile)
+    try:
+        report = doctor._trtllm_serve()
+        assert report["good"] and report["profile"] == profile
+        assert report["why"].startswith(f"profile {profile}: ")
+        del sys.modules[doubles.MIXER].Mamba2Mixer
+        report = doctor._trtllm_serve()
+        assert not report["good"] and report["profile"] is None
+        expected = "expected Mamba2Mixer.forward in tensorrt_llm._torch.modules.mamba.mamba2_mixer, found none"
+        assert report["why"] == f"Mismatch: profile {profile}: {expected}"
+    finally:
+        doubles.drop_package()
 
 
 def test_other_hybrid_models_stay_stock(serve):
