@@ -125,7 +125,9 @@ def test_the_report(tmp_path, capsys, monkeypatch):
     assert cli.main(["doctor", "--report", str(tmp_path / "report.json")]) == 1
     lines = capsys.readouterr().out.splitlines()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert lines == report["summary"] and len(lines) == 3 and not report["good"]
+    assert lines == report["summary"] and len(lines) == 4 and not report["good"]
     assert lines[0].startswith("tensorrt_llm: NOT GOOD: TensorRT-LLM 1.2 is not installed")
+    assert lines[3] == "trtllm_serve: NOT GOOD: TensorRT-LLM is not installed"
+    assert report["trtllm_serve"]["profile"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert all(result["good"] for result in report["ops"]["results"] if result["device"] == "cpu")

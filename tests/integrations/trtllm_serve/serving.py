@@ -50,19 +50,21 @@ class Server:
     drafts: most drafts a step; None: no speculation.
     dtypes: of the model and of its states.
     everything: make all tensors on the device, for doubles, which name none.
+    rounding: whether the model's configuration asks for stochastic rounding.
     graphs: capture steps without prompts in CUDA graphs, and replay them.
     more: further arguments of the cache manager.
     """
 
     def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", everything=True,
-                 graphs=False, seed=0, dtypes=(torch.float32, torch.float32), geometry=None, **more):  # fmt: skip
+                 graphs=False, seed=0, dtypes=(torch.float32, torch.float32), rounding=False, geometry=None,
+                 **more):  # fmt: skip
         self.profile, self.drafts, self.max_batch, self.device = profile, drafts, max_batch, torch.device(device)
         self.graphs, self.captured, self.steps = graphs, {}, 0
         self.everything = everything
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.geometry = g = geometry or MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=64)
-        self.dtypes = dtypes
+        self.dtypes, self.rounding = dtypes, rounding
         self.width = 2 * g.num_heads * g.head_dim + 2 * g.num_groups * g.state_dim + g.num_heads
         sizes = (g.state_dim, g.conv_kernel, g.num_heads, g.num_groups, g.head_dim)
         with self._on_device():
@@ -97,7 +99,7 @@ class Server:
         mixer = model.Mamba2Mixer(
             d_model=self.width, d_state=g.state_dim, d_conv=g.conv_kernel, nheads=g.num_heads, n_groups=g.num_groups,
             head_dim=g.head_dim, chunk_size=8, layer_idx=layer, dtype=self.dtypes[0],
-            config=_model_config(self.dtypes),
+            config=_model_config(self.dtypes, self.rounding),
         )  # fmt: skip
         heads = g.num_heads
         values = {
@@ -305,8 +307,8 @@ class Server:
         request.history = np.concatenate([request.history, tokens[:accepted]])
 
 
-def _model_config(dtypes):
-    rounding = dict(mamba_ssm_stochastic_rounding=False, mamba_ssm_philox_rounds=10)
+def _model_config(dtypes, rounding: bool):
+    rounding = dict(mamba_ssm_stochastic_rounding=rounding, mamba_ssm_philox_rounds=10)
     return SimpleNamespace(
         mapping=MAPPING,
         quant_config=SimpleNamespace(mamba_ssm_cache_dtype=dtypes[1], quant_mode=None, **rounding),

@@ -4,8 +4,10 @@
 import importlib
 import importlib.util
 import pickle
+import re
 import subprocess
 import sys
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from mixer import Weights, random_tokens, same_bits
 from serving import LAYER_MASK, MAPPING, Request, Server
 
 from trtllm_replayssm import MambaGeometry
+from trtllm_replayssm.integrations.trtllm_build import doctor
 from trtllm_replayssm.integrations.trtllm_serve import MODULE_DIR
 from trtllm_replayssm.integrations.trtllm_serve.settings import Settings
 
@@ -114,6 +117,40 @@ def test_formats(serve, dtypes, environment, more, checkpoint, bound):
     assert bound / 4 < server.error < bound
 
 
+@SPECULATIVE
+@pytest.mark.parametrize("environment, checkpoint", [({}, "fp16_sr"), ({"REPLAYSSM_STOCHASTIC_ROUNDING": "0"}, "fp16")])
+def test_rounding_that_the_mixer_is_told_of(serve, profile, environment, checkpoint):
+    """Managers of B have no argument for it."""
+    dtypes = torch.float32, torch.float16
+    server = serve(profile, environment, drafts=2, dtypes=dtypes, rounding=True)
+    assert decoder_of(server).pool.config.checkpoint == checkpoint
+    assert any(f"state {checkpoint} (the manager's own)" in line for line in log_of("info"))
+    assert run(seeded(server), 60).error < 5e-4
+    with pytest.raises(RuntimeError, match="stochastic rounding: expected mamba_ssm_cache_dtype float16, got .*32"):
+        serve(profile, {"REPLAYSSM_STOCHASTIC_ROUNDING": "auto"}, drafts=2, rounding=True)
+
+
+@pytest.mark.parametrize("on_mismatch", ["refuse", "fallback"])
+def test_rounding_that_only_the_kernel_is_told_of_is_refused(serve, on_mismatch):
+    """Too late for the stock kernels: the manager has no states for them any more."""
+    dtypes = torch.float32, torch.float16
+    server = serve("B", {"REPLAYSSM_ON_MISMATCH": on_mismatch}, drafts=2, dtypes=dtypes)
+    with pytest.raises(RuntimeError, match="got a rand_seed, .*: set TRTLLM_REPLAYSSM_STOCHASTIC_ROUNDING to 1 or 0"):
+        run(seeded(server), 20)
+    for value, checkpoint in (("0", "fp16"), ("1", "fp16_sr")):
+        server = seeded(serve("B", {"REPLAYSSM_STOCHASTIC_ROUNDING": value}, drafts=2, dtypes=dtypes))
+        assert run(server, 20).error < 5e-4 and decoder_of(server).pool.config.checkpoint == checkpoint
+
+
+def seeded(server):
+    """The server, its decode kernels called as where states are rounded stochastically."""
+    for mixer in server.mixers:
+        for name in [name for name in vars(mixer) if name.startswith("selective_state_update_func")]:
+            kernel = getattr(mixer, name)
+            setattr(mixer, name, partial(kernel, rand_seed=torch.ones(1, dtype=torch.int64), philox_rounds=10))
+    return server
+
+
 def make_decoder(**options):
     """A decoder of two layers over garbage, and a function that runs a step of given rows."""
     from trtllm_replayssm.integrations.trtllm_serve.decode import Head, ReplayDecoder, States
@@ -179,6 +216,20 @@ def test_the_accepted_window_is_promoted(monkeypatch, together):
     assert torch.equal(conv[:, 2], windows[:, 0, 2])
     assert torch.equal(conv[:, 4], windows[:, 1, 1])  # of the first row of that slot
     assert not conv[:, [0, 1, 3, 5]].any()
+
+
+@pytest.mark.parametrize("slots", [[-1, 2, -1], [2, -1, -1], [-1, -1, 2], [-1, -1, -1], [-1, 0, 2]])
+def test_rows_without_a_slot_promote_no_window(slots):
+    decoder, step, geometry = make_decoder()
+    windows, conv = decoder.states.windows, decoder.states.conv
+    conv.copy_(-1 - torch.arange(6.0).view(6, 1, 1).expand_as(conv))
+    expected = conv.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[:, slot] = windows[:, row, 1]
+    step(slots, random_tokens(geometry, torch.float32, 9))
+    decoder.accept(0, torch.tensor([2, 2, 2]))
+    assert torch.equal(conv, expected)
 
 
 def test_a_verification_that_nobody_accepts_leaves_no_trace():
@@ -289,14 +340,45 @@ def test_bad_switches_name_themselves(name, value):
 
 def test_good_switches():
     text = {"": "1", "_WINDOW": "32", "_READ_COPY": "nvfp4", "_STOCHASTIC_ROUNDING": "0", "_SEED": str(2**64 - 1)}
-    text |= {"_CHECK": "0", "_SHADOW": "7", "_ON_MISMATCH": "fallback", "_NVCC": "pypi"}
+    text |= {"_CHECK": "0", "_SHADOW": "7", "_ON_MISMATCH": "fallback"}
     given = Settings.of({f"TRTLLM_REPLAYSSM{name}": value for name, value in text.items()} | {"TLLM_X": "?"})
     assert given == Settings(True, True, 32, "nvfp4", "0", 2**64 - 1, 0, 7)
-    assert Settings.of({}) == Settings() and not Settings.of({"TRTLLM_REPLAYSSM": "0"}).enabled
+    assert Settings.of({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("_WINDOW", "65"), ("_NOT_THERE", "1"), ("_PLUGIN", "1"), ("_ON_MISMATCH", "?")]
+)
+def test_the_kill_switch_wins_over_everything(name, value):
+    for names in (["", name], [name, ""]):
+        given = Settings.of({f"TRTLLM_REPLAYSSM{key}": "0" if key == "" else value for key in names})
+        assert given == Settings(enabled=False)
+
+
+def test_variables_that_others_read_are_known(pytestconfig):
+    """Whatever of our prefix the code, its build and its image know, the adapter does not take for a typing error."""
+    places = ["pyproject.toml", "examples/trtllm-build/Dockerfile", "trtllm_replayssm/**/*.p*", "plugins/**/*.cpp"]
+    text = "".join(
+        path.read_text() for place in places for path in pytestconfig.rootpath.glob(place) if "pyc" not in str(path)
+    )
+    names = set(re.findall(r"TRTLLM_REPLAYSSM_[A-Z_]*[A-Z]", text)) - {"TRTLLM_REPLAYSSM_EXPORT"}  # a macro
+    assert names > {f"TRTLLM_REPLAYSSM_{name}" for name in ("PLUGIN", "AUTOREGISTER", "NVCC", "SHADOW")}
+    for name in names:
+        try:
+            Settings.of({name: "no value of anything"})
+        except ValueError as error:
+            assert f"{name}: expected " in str(error)
+
+
+@pytest.mark.parametrize("environment", [{}, {"REPLAYSSM_ON_MISMATCH": "fallback"}])
+def test_installs_in_the_image_that_registers_the_plugins(serve, environment):
+    """examples/trtllm-build/Dockerfile."""
+    server = serve("C", environment | {"REPLAYSSM_PLUGIN": "1", "REPLAYSSM_AUTOREGISTER": "libnvinfer.so.10"}, drafts=2)
+    assert decoder_of(server) is not None
 
 
 def test_switched_off_is_stock(serve):
-    server = run(serve("C", {"REPLAYSSM": "0"}, drafts=3), 60)
+    server = run(serve("C", {"REPLAYSSM": "0", "REPLAYSSM_PLUGIN": "1", "REPLAYSSM_SEED": "?"}, drafts=3), 60)
     model = sys.modules[doubles.MODEL]
     assert model.Mamba2Mixer is sys.modules[doubles.MIXER].Mamba2Mixer
     assert model.MODEL_CLASS_MAPPING["NemotronHForCausalLM"] is model.NemotronHForCausalLM
@@ -414,6 +496,10 @@ def test_contrary_switches_of_tensorrt_llm_are_refused(serve, name, value):
         (lambda model, mixer, manager: setattr(mixer.Mamba2Mixer, "forward", lambda self, hidden_states: None),
          "Mamba2Mixer.forward to take attn_metadata, mamba_metadata, it takes self, hidden_states"),
         (lambda model, mixer, manager: sys.modules.pop(doubles.MIXER), "expected a module tensorrt_llm.*, found none"),
+        (lambda model, mixer, manager: delattr(manager, "MambaCacheManager") or
+         delattr(manager, "PythonMambaCacheManager"),
+         "expected PythonMambaCacheManager or MambaCacheManager in tensorrt_llm._torch.pyexecutor.mamba_cache_manager, "
+         "found neither"),
     ],
 )  # fmt: skip
 def test_another_tensorrt_llm_is_told_by_what_is_missing(monkeypatch, spoil, match):
@@ -422,6 +508,57 @@ def test_another_tensorrt_llm_is_told_by_what_is_missing(monkeypatch, spoil, mat
         spoil(*(sys.modules[name] for name in (doubles.MODEL, doubles.MIXER, doubles.MANAGER)))
         with pytest.raises(RuntimeError, match=match):
             importlib.import_module(f"{PACKAGE}.model")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM_ON_MISMATCH", "fallback")
+        with pytest.warns(UserWarning, match=f"ReplaySSM is OFF, the stock kernels decode: .*{match}"):
+            importlib.import_module(f"{PACKAGE}.model")
+        assert sys.modules[f"{PACKAGE}.model"].ReplayNemotronHForCausalLM is None
+    finally:
+        doubles.drop_package()
+
+
+@pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
+@pytest.mark.parametrize(
+    "profile, attribute",
+    [("A", "mamba_layer_offsets"), ("A", "ssm_states"), ("B", "mamba_cache"), ("C", "mamba_cache_index")],
+)
+def test_a_manager_that_lacks_what_steps_need_is_refused_when_it_is_made(serve, monkeypatch, profile, attribute):
+    make_package, spoilt = doubles.make_package, []
+
+    def make_spoilt_package(profile):
+        make_package(profile)
+        manager = sys.modules[doubles.MANAGER]
+        holder = getattr(manager, "PythonMambaCacheManager", manager.MambaCacheManager)
+        stock = holder.__init__
+
+        @wraps(stock)
+        def without(self, *arguments, **named):
+            stock(self, *arguments, **named)
+            delattr(self, attribute)
+            spoilt.append(self)
+
+        holder.__init__ = without
+
+    monkeypatch.setattr(doubles, "make_package", make_spoilt_package)
+    with pytest.raises(
+        RuntimeError, match=f"profile {profile}: expected .*Manager to have {attribute}, .*; it has none"
+    ):
+        serve(profile)
+    serve(profile, {"REPLAYSSM_ON_MISMATCH": "fallback"})
+    assert spoilt[-1]._replayssm is None
+
+
+@PROFILES
+def test_the_doctor_tells_the_profile(profile, drafts):
+    doubles.make_package(profile)
+    try:
+        report = doctor._trtllm_serve()
+        assert report["good"] and report["profile"] == profile
+        assert report["why"].startswith(f"profile {profile}: ")
+        del sys.modules[doubles.MIXER].Mamba2Mixer
+        report = doctor._trtllm_serve()
+        assert not report["good"] and report["profile"] is None
+        expected = "expected Mamba2Mixer.forward in tensorrt_llm._torch.modules.mamba.mamba2_mixer, found none"
+        assert report["why"] == f"Mismatch: profile {profile}: {expected}"
     finally:
         doubles.drop_package()
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a machine is fit for the engines: TensorRT-LLM as the contract has it, our plugins, the ops' numbers."""
+"""Whether a machine is fit for the engines: TensorRT-LLM as the contract has it, our plugins, the ops' numbers.
+
+Beside that, what the trtllm-serve adapter makes of the installed TensorRT-LLM. The engines do not need it, and it has
+other versions to fit: it is told, and does not count.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ import os
 import platform
 
 from ... import __version__, _core, plugins
+from ..trtllm_serve import probe
 from .contract import CONTRACT, violations
 
 
 def examine() -> dict:
-    """The report: "good" and, part by part, what was found; "summary": a line a part."""
-    parts = {"tensorrt_llm": _tensorrt_llm(), "plugins": _plugins(), "ops": _ops()}
+    """The report: "good" (the engines' parts are) and, part by part, what was found; "summary": a line a part."""
+    engines = {"tensorrt_llm": _tensorrt_llm(), "plugins": _plugins(), "ops": _ops()}
+    parts = {**engines, "trtllm_serve": _trtllm_serve()}
     return {
-        "good": all(part["good"] for part in parts.values()),
+        "good": all(part["good"] for part in engines.values()),
         "summary": [f"{name}: {'good' if part['good'] else 'NOT GOOD'}: {part['why']}" for name, part in parts.items()],
         "trtllm_replayssm": __version__,
         "cuda_architectures": _core.cuda_architectures().split(),
@@ -50,6 +56,24 @@ def _relu2_experts() -> dict:
         except Exception as error:  # whatever the package lacks
             found[f"{module}.{name}"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def _trtllm_serve() -> dict:
+    """The adapter's probe of TensorRT-LLM's PyTorch backend."""
+    report = {"good": False, "profile": None}
+    try:
+        importlib.import_module("tensorrt_llm")
+    except ModuleNotFoundError as error:
+        if error.name != "tensorrt_llm":
+            return {**report, "why": f"tensorrt_llm does not import: {error}"}
+        return {**report, "why": "TensorRT-LLM is not installed"}
+    except Exception as error:  # whatever its libraries raise
+        return {**report, "why": f"tensorrt_llm does not import: {type(error).__name__}: {error}"}
+    try:
+        profile = probe.probe().profile
+    except Exception as error:  # Mismatch, or whatever its modules raise
+        return {**report, "why": f"{type(error).__name__}: {error}"}
+    return {"good": True, "profile": profile, "why": f"profile {profile}: {probe.facts()['profiles'][profile]}"}
 
 
 def _plugins() -> dict:

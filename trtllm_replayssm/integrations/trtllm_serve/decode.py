@@ -193,10 +193,14 @@ def _pool(states: States, step_tokens: int, rounding: bool, first_head: int, set
 
 
 def _promote(conv, windows, slots, first, accepted):
-    """conv[slot] = the row's window after its last accepted token. Rows of one slot all write what the first has. As
-    many layers at once as their windows are small: a copy is made on the way.
+    """conv[slot] = the row's window after its last accepted token. Rows of one slot all write what the first has, rows
+    without a slot what a row with one has. As many layers at once as their windows are small: copies are made on the
+    way.
     """
+    has_slot = slots >= 0
+    first = torch.where(has_slot, first, has_slot.int().argmax())
+    slots = slots[first].clamp(min=0)  # -1 if no row has one: then slot 0 is given what it holds
     last = accepted[first] - 1
     layers = max(1, _PROMOTED_BYTES // max(1, len(slots) * conv[0, 0].nbytes))
     for into, out_of in zip(conv.split(layers), windows.split(layers), strict=True):
-        into[:, slots] = out_of[:, first, last]
+        into[:, slots] = torch.where(has_slot.any(), out_of[:, first, last], into[:, slots])

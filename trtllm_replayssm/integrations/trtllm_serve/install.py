@@ -58,7 +58,7 @@ def install(module: str, name: str) -> type | None:
         _refuse(settings, error)
         return None
     if not hasattr(upstream.mixer, _MARK):
-        _patch_kernels(upstream)
+        _patch_kernels(upstream, settings)
         _patch_managers(upstream, settings)
         upstream.model.Mamba2Mixer = _mixer_class(upstream, settings)
         setattr(upstream.mixer, _MARK, upstream.model.Mamba2Mixer)
@@ -96,10 +96,14 @@ def _mixer_class(upstream: Upstream, settings: Settings) -> type:
         """A Mamba2Mixer whose decode kernel is ReplaySSM."""
 
         built = 0
+        rounds = False  # whether a configuration asks for stochastic rounding
 
         def __init__(self, *arguments, **named):
             super().__init__(*arguments, **named)
             ReplayMamba2Mixer.built += 1
+            for given in (*arguments, *named.values()):
+                asked = getattr(getattr(given, "quant_config", None), "mamba_ssm_stochastic_rounding", False)
+                ReplayMamba2Mixer.rounds = ReplayMamba2Mixer.rounds or bool(asked)
             self._head = None
 
         def post_load_weights(self):
@@ -157,17 +161,17 @@ def _slots(attn_metadata, mamba_metadata) -> torch.Tensor:
 # ---- its kernels ---------------------------------------------------------------------------------------------------
 
 
-def _patch_kernels(upstream: Upstream):
+def _patch_kernels(upstream: Upstream, settings: Settings):
     known = facts()
     for name in known["decode_kernels"]:
         if hasattr(upstream.mixer, name):
-            setattr(upstream.mixer, name, _decode_kernel(getattr(upstream.mixer, name)))
+            setattr(upstream.mixer, name, _decode_kernel(getattr(upstream.mixer, name), settings))
     for name, reason in known["other_kernels"].items():
         if hasattr(upstream.mixer, name):
             setattr(upstream.mixer, name, _refused_kernel(getattr(upstream.mixer, name), reason))
 
 
-def _decode_kernel(stock):
+def _decode_kernel(stock, settings: Settings):
     @wraps(stock)
     def selective_state_update(state, x, dt, A, B, C, D=None, *positional, **named):
         current = getattr(_step, "current", None)
@@ -176,6 +180,12 @@ def _decode_kernel(stock):
         if positional or not named.get("dt_softplus"):
             raise Mismatch("selective_state_update: expected seven positional arguments and dt_softplus, got others")
         mixer, decoder, holder, layer, contexts = current
+        rounds = decoder.pool.config.checkpoint == "fp16_sr"
+        if named.get("rand_seed") is not None and not rounds and settings.stochastic_rounding == "auto":
+            raise Mismatch(
+                "selective_state_update: got a rand_seed, for stochastic rounding, of which neither the mixer's "
+                "configuration nor the cache manager has told: set TRTLLM_REPLAYSSM_STOCHASTIC_ROUNDING to 1 or 0"
+            )
         slots = named["state_batch_indices"]
         rows = slots.numel()
         dummies = getattr(holder, "_dummy_request_mask", None)
@@ -248,6 +258,7 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
             call.arguments["spec_state_size"] = 0  # of per-draft states, and of the windows, which are made below
         stock(*call.args, **call.kwargs)
         try:
+            upstream.require_instance(self)
             if given.get("use_replay_state_update"):
                 raise Mismatch("the native replay is on: set TRTLLM_USE_MAMBA_REPLAY=0")
             if drafts is not None and given["mapping"].pp_size > 1:
@@ -261,7 +272,7 @@ def _constructor(holder: type, upstream: Upstream, settings: Settings):
             if len(states.ssm):
                 states.conv.zero_()  # padding requests read slots that no prompt has filled
                 states.ssm.zero_()
-                rounding = bool(given.get("mamba_ssm_stochastic_rounding"))
+                rounding = bool(given.get("mamba_ssm_stochastic_rounding")) or upstream.model.Mamba2Mixer.rounds
                 decoder = ReplayDecoder(states, (drafts or 0) + 1, rounding, _first_head(given, states), settings)
                 _tell(decoder)
         except Mismatch as error:

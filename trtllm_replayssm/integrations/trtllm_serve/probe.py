@@ -35,7 +35,22 @@ class Upstream:
 
     @property
     def holder(self) -> type:
-        return getattr(self.manager, "PythonMambaCacheManager", None) or self.manager.MambaCacheManager
+        names = ("PythonMambaCacheManager", "MambaCacheManager")
+        for name in names:
+            if hasattr(self.manager, name):
+                return getattr(self.manager, name)
+        raise Mismatch(f"TensorRT-LLM: expected {' or '.join(names)} in {self.manager.__name__}, found neither")
+
+    def require_instance(self, holder):
+        """What a manager must have once it is made.
+
+        Raises:
+            Mismatch: an attribute that upstream.json lists for this profile is missing.
+        """
+        for fact in facts()["instances"]:
+            if self.profile in fact["profiles"] and not hasattr(holder, fact["attribute"]):
+                text = f"expected {type(holder).__name__} to have {fact['attribute']}, {fact['why']}; it has none"
+                raise Mismatch(f"profile {self.profile}: {text}")
 
 
 def probe() -> Upstream:

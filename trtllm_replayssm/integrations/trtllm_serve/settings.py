@@ -51,7 +51,11 @@ _PARSERS = {
     "_CHECK": _count(0, 10**9),
     "_SHADOW": _count(0, 10**9),
 }
-_OF_THE_BUILD = ("_NVCC",)  # read when the package is built
+_READ_ELSEWHERE = (  # the other variables of our prefix: no business of the adapter, and no typing errors
+    "_PLUGIN",  # integrations/trtllm_build/registration.py
+    "_AUTOREGISTER",  # the plugin library
+    "_NVCC",  # pyproject.toml
+)
 
 
 @dataclass(frozen=True)
@@ -69,24 +73,25 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Settings":
-        """From variables.
+        """From variables. Where TRTLLM_REPLAYSSM is 0, nothing else is looked at.
 
         Raises:
             ValueError: a value that a variable does not take, or a variable of our prefix that there is not.
         """
+        if environment.get(PREFIX) == "0":
+            return cls(enabled=False)
         values = {}
         for name, text in environment.items():
             if not name.startswith(PREFIX):
                 continue
             key = name.removeprefix(PREFIX)
-            if key in _OF_THE_BUILD:
+            if key in _READ_ELSEWHERE:
                 continue
             if key not in _PARSERS:
                 known = ", ".join(PREFIX + key for key in _PARSERS)
                 raise ValueError(f"{name}: no such variable, expected one of {known}")
             values[key] = _PARSERS[key](name, text)
         return cls(
-            enabled=values.get("", "1") == "1",
             fall_back=values.get("_ON_MISMATCH", "refuse") == "fallback",
             **{
                 key.removeprefix("_").lower(): value for key, value in values.items() if key not in ("", "_ON_MISMATCH")
