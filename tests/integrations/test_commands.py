@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from trtllm_replayssm import cli, plugins
 from trtllm_replayssm.integrations.trtllm_build.build_command import compose
 from trtllm_replayssm.integrations.trtllm_build.convert import convert
 
+from ..builder.checkpoints import write_family
 from ..runtime.conftest import write_checkpoint
 from .conftest import WIDE
 
@@ -96,8 +98,13 @@ def test_the_command_line_of_trtllm_build(converted, tmp_path):
         (["--speculative_decoding_mode", "eagle"], "doesn't support speculative decoding"),
         (["--use_paged_context_fmha=enable"], "--use_paged_context_fmha: expected disable"),
         (["--max_input_len", "4096", "--max_num_tokens", "2048"], "at least --max_input_len 4096, got 2048"),
-        (["--max_input_len", "4096"], "at least --max_input_len 4096, got None"),
-        (["--max_input_len", "many"], "--max_input_len: expected a number, got 'many'"),
+        (["--max_input_len", "4096"], "--max_num_tokens: expected at least --max_input_len 4096, it is missing"),
+        (["--max_input_len", "many"], "--max_input_len: expected a number of tokens, at least 1, got 'many'"),
+        (["--max_num_tokens", "-7", "--max_input_len", "-9"], "--max_num_tokens: expected .* at least 1, got '-7'"),
+        (["--max_num_tokens", "7", "--max_input_len"], "--max_input_len: expected .* at least 1, got ''"),
+        (["--max_beam", "1"], "--max_beam: expected an option's whole name, as --max_beam_width"),
+        (["--speculative=eagle"], "--speculative: expected .* whole name, as --speculative_decoding_mode"),
+        (["--max_inp", "4096"], "--max_inp: expected an option's whole name, as --max_input_len"),
         (["--model_cls_file", "mine.py"], "--model_cls_file: expected .*trtllm_model.py, which is given already"),
     ],
 )
@@ -134,8 +141,49 @@ def test_convert_on_the_command_line(wide, tmp_path, capsys):
     convert_it = ["convert", "--checkpoint", str(wide), "--tp", "2", "--output"]
     assert cli.main([*convert_it, str(tmp_path / "a")]) == 0
     out = capsys.readouterr().out
-    assert "RecurrentGemmaForCausalLM bfloat16, 2 tensor-parallel ranks, 1 stages" in out and "rank1.safetensors" in out
+    assert "RecurrentGemmaForCausalLM bfloat16, 2 tensor-parallel ranks, 1 stages" in out
+    file = tmp_path / "a" / "rank1.safetensors"
+    assert f"  rank1.safetensors  {file.stat().st_size / 2**10:.2f} KiB\n" in out
+    assert "not taken along" not in out and "not quantised any more" not in out
     assert cli.main([*convert_it, str(tmp_path / "b"), "--json", "--window", "12"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["replayssm"]["window"] == 12 and len(report["bytes"]) == 2
     assert cli.main([*convert_it, str(tmp_path / "b")]) == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_convert_takes_the_tensors_word_where_it_is_allowed(tmp_path, capsys):
+    """Of a module that the lists contradict; the message names the option."""
+    layers = {"hybrid_override_pattern": "M-*", "num_hidden_layers": 3}
+    checkpoint = write_family(tmp_path / "source", "nano-4b", quantized=True, **layers)
+    for file in ("config.json", "hf_quant_config.json"):
+        text = (checkpoint / file).read_text()
+        changed = text.replace('"backbone.layers.1.mixer.up_proj": {', '"backbone.layers.1.mixer.other": {')
+        assert changed != text
+        (checkpoint / file).write_text(changed)
+    convert_it = ["convert", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]
+    assert cli.main(convert_it) == 2
+    assert "says that 'backbone.layers.1.mixer.up_proj' is plain" in (err := capsys.readouterr().err)
+    assert "--allow MODULE takes the tensors' word" in err
+    assert cli.main([*convert_it, "--allow", "backbone.layers.1.mixer.up_*"]) == 0
+    lists = json.loads((tmp_path / "out" / "quant_cfg.json").read_text())["quantized_layers"]
+    assert lists["transformer.layers.1.mlp.fc"] == {"quant_algo": "NVFP4", "group_size": 16}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_leave_nothing_of_a_conversion(wide, tmp_path, number):
+    """Sent to itself with the first tensor, when the unfinished folder is there."""
+    arguments = ["convert", "--checkpoint", str(wide), "--output", str(tmp_path / "out")]
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from trtllm_replayssm.cli import main\n"
+        "from trtllm_replayssm.runtime.weights import Weights\n"
+        "def stored(*_):\n"
+        f"    print([len(list(path.iterdir())) for path in Path({str(tmp_path)!r}).iterdir()], flush=True)\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "Weights.stored = stored\n"
+        f"sys.exit(main({arguments!r}))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 128 + number and child.stdout == "[1]\n"
+    assert list(tmp_path.iterdir()) == []

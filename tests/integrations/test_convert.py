@@ -4,17 +4,19 @@ what cannot be had is refused by name."""
 
 import json
 import shutil
+from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trtllm_replayssm import ReplayConfig, SlotLayout
+from trtllm_replayssm import ReplayConfig, SlotLayout, cli
 from trtllm_replayssm.integrations.trtllm_build.convert import convert
 from trtllm_replayssm.integrations.trtllm_build.shards import Parallelism
 from trtllm_replayssm.runtime import CheckpointError, ModelConfig
+from trtllm_replayssm.runtime.weights import Weights
 
-from ..builder.checkpoints import FAMILIES, fp8_tensors, nvfp4_tensors, write_family
+from ..builder.checkpoints import FAMILIES, fp8_tensors, nvfp4_tensors, values_of, write_family
 from ..runtime.conftest import TINY, write_checkpoint
 from .conftest import WIDE
 
@@ -275,6 +277,86 @@ def test_one_format_is_told_by_what_is_left_out(tmp_path):
     assert not (tmp_path / "out" / "quant_cfg.json").exists()
 
 
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
+def test_what_no_layer_can_be_is_dequantised(tmp_path, tp, pp):
+    """Embeddings, and linears of which only the weight is quantised: their values, cut as others are."""
+    attention = [f"backbone.layers.2.mixer.{name}_proj.weight" for name in "qkv"]
+    nvfp4 = ["backbone.embeddings.weight", "backbone.layers.1.mixer.down_proj.weight", *attention[:2]]
+    checkpoint, tensors = requantised(tmp_path / "source", nvfp4)
+    tensors |= fp8_tensors("lm_head.weight", tensors["lm_head.weight"])
+    for name in [*nvfp4[1:], "lm_head.weight"]:  # the embedding's is of no use, but does not make it a linear
+        del tensors[name.removesuffix("weight") + "input_scale"]
+    save_file(tensors, checkpoint / "model.safetensors")
+    converted = convert(checkpoint, tmp_path / "out", tp=tp, pp=pp)
+    assert converted.dequantized == (*nvfp4[:2], *attention[:2], "lm_head.weight")
+    assert converted.config["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": None}
+    ranks = [load_file(tmp_path / "out" / f"rank{rank}.safetensors") for rank in range(tp * pp)]
+    first, last = ranks[:tp], ranks[-tp:]  # layers 0 and 1, then 2
+    place = f"transformer.layers.{2 if pp == 1 else 0}.attention.qkv.weight"
+    down = "transformer.layers.1.mlp.proj.weight"
+    queries, keys = 8 * 16 // tp, 4 * 16 // tp
+    qkv = [list(tensor.split([queries, keys, keys])) for tensor in parts(last, place)]
+    assert not any("scal" in name for rank in ranks for name in rank)
+    for name, given in (
+        ("backbone.embeddings.weight", first[-1]["transformer.vocab_embedding.weight"]),
+        ("lm_head.weight", torch.cat(parts(last, "lm_head.weight"))),
+        (
+            "backbone.layers.1.mixer.down_proj.weight",
+            torch.cat(parts(first, down), 1),
+        ),
+        *((name, torch.cat([rank[index] for rank in qkv])) for index, name in enumerate(attention)),
+    ):
+        stored = tensors[name]
+        if name in nvfp4:
+            codes = torch.stack([stored & 15, stored >> 4], -1).flatten(1).unflatten(1, (-1, 16))
+            stored = values_of(codes, tensors[name + "_scale"], tensors[name + "_scale_2"])
+        elif name == "lm_head.weight":
+            stored = stored.float() * tensors[name + "_scale"]
+        assert given.dtype == torch.bfloat16 and torch.equal(given, stored.bfloat16()), name
+
+
+def test_scales_of_the_kv_cache_are_told_as_left_out(tmp_path):
+    """Where they are read, too: of the layers' own, not those of linears."""
+    checkpoint, tensors = requantised(tmp_path / "source", [])
+    attention = "backbone.layers.2.mixer."
+    tensors |= {f"{attention}{name}_proj.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    save_file(tensors, checkpoint / "model.safetensors")
+    converted = convert(checkpoint, tmp_path / "out")
+    assert converted.dropped == ("2 scales of an FP8 KV cache (the KV cache has the model's dtype)",)
+    assert converted.config["quantization"]["kv_cache_quant_algo"] is None
+    tensors[attention + "k_proj.k_scale"] = torch.tensor(float("nan"))
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match="k_scale' is spoilt"):
+        convert(checkpoint, tmp_path / "spoilt")
+
+
+def test_what_quantize_makes_is_converted(tmp_path, capsys):
+    """docs/deploy-trtllm-build.md's way: NVIDIA's recipe for Nano-4B by the real Model Optimizer, on its layers."""
+    checkpoint = write_family(tmp_path / "nano-4b", "nano-4b")
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning God created the heaven and the earth. " * 8)
+    made, out = tmp_path / "made", tmp_path / "out"
+    calibration = ["--calib", str(text), "--rows", "1", "--tokens", "16", "--no-kl"]
+    quantize = ["quantize", "--checkpoint", str(checkpoint), "--format", "nvfp4", "--recipe", "nemotron3-nano-4b"]
+    assert cli.main([*quantize, "--output", str(made), *calibration]) == 0
+    capsys.readouterr()
+    assert cli.main(["convert", "--checkpoint", str(made), "--output", str(out), "--tp", "2"]) == 0
+    assert "any more, bfloat16 now: backbone.embeddings.weight, lm_head.weight (Tensor" in capsys.readouterr().out
+    lists = json.loads((out / "quant_cfg.json").read_text())["quantized_layers"]
+    given = Counter(entry["quant_algo"] for entry in lists.values())
+    # 21 Mamba layers of two linears, 17 MLPs, 4 attention layers of two; nine down projections are FP8
+    assert given == {"NVFP4": 21 * 2 + 17 * 2 - 9 + 4 * 2, "FP8": 9}
+    weights = Weights(made, ModelConfig.read(made))
+    for rank in range(2):
+        tensors = load_file(out / f"rank{rank}.safetensors")
+        half = slice(rank * 512, (rank + 1) * 512)
+        for name, source, rows in (
+            ("transformer.vocab_embedding.weight", "backbone.embeddings.weight", slice(None)),
+            ("lm_head.weight", "lm_head.weight", half),
+        ):
+            assert torch.equal(tensors[name], weights.read(source, torch.bfloat16, torch.device("cpu"))[rows])
+
+
 def test_quantised_linears_that_cannot_be_had(tmp_path):
     attention = [f"backbone.layers.2.mixer.{name}_proj.weight" for name in "qkv"]
     checkpoint, tensors = requantised(tmp_path / "qkv", attention)
@@ -291,9 +373,10 @@ def test_quantised_linears_that_cannot_be_had(tmp_path):
     checkpoint, tensors = requantised(tmp_path / "columns", down)
     with pytest.raises(CheckpointError, match="expected pp 1, got 2"):
         convert(checkpoint, tmp_path / "out", pp=2)
-    del tensors["backbone.layers.1.mixer.down_proj.input_scale"]
+    checkpoint, tensors = requantised(tmp_path / "inputs", attention, fp8_tensors)
+    del tensors["backbone.layers.2.mixer.k_proj.input_scale"]
     save_file(tensors, checkpoint / "model.safetensors")
-    with pytest.raises(CheckpointError, match="down_proj.input_scale' is missing: .* quantises activations, too"):
+    with pytest.raises(CheckpointError, match="k_proj.input_scale' is missing, but of other parts of the same linear"):
         convert(checkpoint, tmp_path / "out")
     checkpoint, _ = requantised(tmp_path / "narrow", down, intermediate_size=96)
     with pytest.raises(CheckpointError, match="columns 0..11 of a rank, expected whole blocks of 16"):

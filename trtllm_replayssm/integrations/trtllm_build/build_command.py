@@ -29,6 +29,7 @@ _REFUSED = {
     "--max_prompt_embedding_table_size": "the model class has no prompt tuning",
     "--lora_dir": "the model class has no LoRA",
 }
+_TOKENS, _PROMPT = "--max_num_tokens", "--max_input_len"
 
 
 def compose(checkpoint: Path, output: Path, more: list[str]) -> list[str]:
@@ -53,16 +54,21 @@ def compose(checkpoint: Path, output: Path, more: list[str]) -> list[str]:
             name, _, value = option.partition("=")
             following = more[index + 1] if index + 1 < len(more) and not more[index + 1].startswith("--") else ""
             given[name] = value or following
+    checked = [*values, *_REFUSED, _TOKENS, _PROMPT]
     for name, value in given.items():
+        # trtllm-build would take a beginning of an option's name for the option.
+        if name not in checked and (meant := [option for option in checked if option.startswith(name)]):
+            raise ValueError(f"{name}: expected an option's whole name, as {meant[0]}")
         if name in _REFUSED:
             raise ValueError(f"{name}: not with recurrent layers ({_REFUSED[name]})")
         if name in values and value != values[name]:
             raise ValueError(f"{name}: expected {values[name]}, which is given already, got {value}")
-    most, longest = (_number(given, name) for name in ("--max_num_tokens", "--max_input_len"))
+    most, longest = _number(given, _TOKENS), _number(given, _PROMPT)
     if longest is not None and (most is None or most < longest):
+        got = "it is missing" if most is None else f"got {most}"
         raise ValueError(
-            f"--max_num_tokens: expected at least --max_input_len {longest}, got {most}: a prompt is one piece (RNN "
-            "based model doesn't support Chunked Context)"
+            f"{_TOKENS}: expected at least {_PROMPT} {longest}, {got}: a prompt is one piece (RNN based model doesn't "
+            "support Chunked Context)"
         )
     command = ["trtllm-build"]
     for name, value in values.items():
@@ -102,7 +108,8 @@ def _read_config(checkpoint: Path) -> dict:
 
 
 def _number(given: dict[str, str], name: str) -> int | None:
-    try:
-        return int(given[name]) if name in given else None
-    except ValueError:
-        raise ValueError(f"{name}: expected a number, got {given[name]!r}") from None
+    if name not in given:
+        return None
+    if not given[name].isdecimal() or int(given[name]) < 1:
+        raise ValueError(f"{name}: expected a number of tokens, at least 1, got {given[name]!r}")
+    return int(given[name])

@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from ... import _core
+from ...builder import command as engines
 
 
 def add_commands(commands, window) -> None:
@@ -31,6 +31,7 @@ def add_commands(commands, window) -> None:
     ):
         state.add_argument(f"--{name}", metavar="FORMAT", help=f"{', '.join(formats)}; default: {default}")
     state.add_argument("--seed", type=int, default=0, metavar="N", help="of stochastic rounding; default: 0")
+    engines.add_allow(converting)
     converting.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     model = commands.add_parser("trtllm-model-file", help="print the path for trtllm-build's --model_cls_file")
@@ -57,41 +58,42 @@ def _convert(options) -> int:
         from .convert import convert
     except ImportError as error:
         raise ImportError(f"converting needs {error.name}: pip install 'trtllm-replayssm[runtime]'") from None
-    bar = _bar if sys.stderr.isatty() else lambda *_: None
-    converted = convert(
-        options.checkpoint,
-        options.output,
-        tp=options.tp,
-        pp=options.pp,
-        window=options.window,
-        checkpoint_format=options.checkpoint_format,
-        read_copy=options.read_copy,
-        seed=options.seed,
-        progress=bar,
-    )
+    with engines.ending_on_signals():
+        converted = convert(
+            options.checkpoint,
+            options.output,
+            tp=options.tp,
+            pp=options.pp,
+            window=options.window,
+            checkpoint_format=options.checkpoint_format,
+            read_copy=options.read_copy,
+            seed=options.seed,
+            allow=options.allow,
+            progress=engines.progress_bar(),
+        )
     config = converted.config
     if options.json:
-        print(json.dumps({"output": options.output, "bytes": converted.bytes, "dropped": converted.dropped, **config}))
+        about = {name: getattr(converted, name) for name in ("bytes", "dropped", "dequantized")}
+        print(json.dumps({"output": options.output, **about, **config}))
         return 0
     block, layers = config["replayssm"], config["layer_types"].count("recurrent")
     ranks = f"{options.tp} tensor-parallel ranks, {options.pp} stages"
     print(f"{options.output}: {config['architecture']} {config['dtype']}, {ranks}")
     for rank, size in enumerate(converted.bytes):
-        print(f"  rank{rank}.safetensors  {size / 2**30:.2f} GiB")
+        print(f"  rank{rank}.safetensors  {engines.size(size)}")
     print(
         f"  window {block['window']}, checkpoint {block['checkpoint_format']}, read copy {block['read_copy']}: "
         f"{block['rank_slot_bytes']} bytes a sequence and Mamba layer on a rank (state_size {config['state_size']}), "
         f"{layers} Mamba layers"
     )
     for what in converted.dropped:
-        print(f"  not taken along: {what} (TensorRT-LLM refuses speculative decoding for recurrent models)")
+        print(f"  not taken along: {what}")
+    if names := converted.dequantized:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        why = "TensorRT-LLM has no quantised embeddings, nor linears of which only the weight is"
+        print(f"  not quantised any more, {config['dtype']} now: {', '.join(names[:3])}{more} ({why})")
     print(f"next: trtllm-replayssm trtllm-build --checkpoint {shlex.quote(options.output)} --output ENGINES")
     return 0
-
-
-def _bar(phase: str, done: int, total: int) -> None:
-    end = "\r\033[K" if done == total else ""
-    print(f"\r\033[K{phase}: {done} of {total}{end}", end="", file=sys.stderr, flush=True)
 
 
 def _model_file(options) -> int:

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a TensorRT-LLM checkpoint, tensor by tensor: memory for one slice of one tensor is enough."""
+"""Writes a TensorRT-LLM checkpoint, tensor by tensor: memory for one tensor is enough."""
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
-import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ... import ReplayConfig
+from ...builder.bundle import being_written
 from ...builder.engine_config import ACTIVATIONS
 from ...builder.layer_plan import recommended
 from ...runtime.model_config import CheckpointError, ModelConfig
 from ...runtime.weights import Weights
 from .quantized_shards import CONFIG as QUANT_CONFIG
-from .quantized_shards import quantization, with_scales
+from .quantized_shards import dequantized, kept_format, quantization, with_scales
 from .shards import Parallelism, Target, TensorRtLlmCheckpoint
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
@@ -28,11 +27,13 @@ _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8",
 
 @dataclass(frozen=True)
 class Converted:
-    """config: config.json's content. bytes: of each rank's file. dropped: what of the source is not taken along."""
+    """config: config.json's content. bytes: of each rank's file. dropped: what of the source is not taken along, and
+    why. dequantized: quantised weights of the source that are plain ones now (quantized_shards.py says which)."""
 
     config: dict
     bytes: tuple[int, ...]
     dropped: tuple[str, ...]
+    dequantized: tuple[str, ...]
 
 
 def convert(
@@ -45,6 +46,7 @@ def convert(
     checkpoint_format: str | None = None,
     read_copy: str | None = None,
     seed: int = 0,
+    allow: Sequence[str] = (),
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Converted:
     """Makes the folder `output`, a TensorRT-LLM 1.2.x checkpoint, of a `nemotron_h` checkpoint: config.json and
@@ -54,15 +56,16 @@ def convert(
         tp, pp: ranks that share each layer, stages of layers.
         window, checkpoint_format, read_copy, seed: ReplayConfig's `window`, `checkpoint`, `read_copy`, `seed`; None: as
             the source's config.json recommends, else its default.
+        allow: as for Weights.
         progress: called with a phase, steps done, steps in all.
 
     Raises:
-        CheckpointError: the source, by file and tensor, or what of it cannot be had on this path. (Quantised linears
-            stay as they are, in one stage only: the names in lists of them are those of a stage's layers.)
+        CheckpointError: the source, by file and tensor, or what of it cannot be had on this path. (Linears that
+            stay quantised do so in one stage only: the names in lists of them are those of a stage's layers.)
         ValueError: tp, pp or a format, and why.
         FileExistsError: `output` is there.
     """
-    source, output = Path(checkpoint), Path(output)
+    source = Path(checkpoint)
     model = ModelConfig.read(source)
     given = {"window": window, "checkpoint": checkpoint_format, "read_copy": read_copy}
     known = recommended(source)
@@ -77,19 +80,17 @@ def convert(
         target = TensorRtLlmCheckpoint(model, replay, Parallelism(tp, pp))
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-    weights = Weights(source, model)
+    weights = Weights(source, model, allow)
     weights.check_scales()
-    if weights.quantized and pp > 1:
+    stages = [tensor for stage in range(pp) for tensor in target.targets(stage * tp)]
+    plain = tuple(dict.fromkeys(name for tensor in stages for name in dequantized(tensor, weights)))
+    if pp > 1 and any(kept_format(tensor, weights) for tensor in stages):
         raise CheckpointError(
             f"{source}: is quantised, expected pp 1, got {pp}: the stages' layers have the same names"
         )
     lists, mixed = quantization(target.targets(0), weights)
     config = {**target.config, "quantization": lists}
-    if output.exists():
-        raise FileExistsError(f"{output}: is there already")
-    part = output.with_name(f"{output.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.mkdir(parents=True)
+    with being_written(output) as part:
         sizes = []
         for rank in range(target.parallelism.world):
             path = part / f"rank{rank}.safetensors"
@@ -100,11 +101,12 @@ def convert(
             if content is not None:
                 text = json.dumps(content, indent=2, allow_nan=False)
                 (part / name).write_text(text + "\n", encoding="utf-8")
-        part.rename(output)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return Converted(config, tuple(sizes), ("MTP head",) if weights.has_mtp else ())
+    dropped = []
+    if weights.has_mtp:
+        dropped.append("MTP head (TensorRT-LLM refuses speculative decoding for recurrent models)")
+    if weights.kv_scales:
+        dropped.append(f"{len(weights.kv_scales)} scales of an FP8 KV cache (the KV cache has the model's dtype)")
+    return Converted(config, tuple(sizes), tuple(dropped), plain)
 
 
 def _write_rank(path: Path, weights: Weights, targets: list[Target], progress: Callable[[int, int], None]) -> None:
@@ -126,11 +128,16 @@ def _write_rank(path: Path, weights: Weights, targets: list[Target], progress: C
             progress(done, len(targets))
             before, expected = file.tell(), header[target.name]["data_offsets"]
             for piece in target.pieces:
-                if piece.axis is None:
+                dtype = getattr(torch, target.dtype)
+                if piece.dequantized:
+                    values = weights.read(piece.source, dtype, torch.device("cpu"))
+                    if piece.axis is not None:
+                        values = values.narrow(piece.axis, piece.start, piece.stop - piece.start)
+                elif piece.axis is None:
                     values = weights.stored(piece.source)
                 else:
                     values = weights.slice(piece.source, piece.axis, piece.start, piece.stop)
-                values = values.to(getattr(torch, target.dtype)).contiguous()
+                values = values.to(dtype).contiguous()
                 file.write(memoryview(values.flatten().view(torch.uint8).numpy()))
             if not target.pieces:  # a vector that the source lacks counts as zero
                 file.write(bytes(expected[1] - expected[0]))

@@ -10,6 +10,9 @@ Of a linear L [out, in] that becomes X, Model Optimizer's export beside TensorRT
 
 Values are cut, never changed: a block's scale stands for 16 columns, so a rank's columns must be a multiple of 16.
 Linears that are put together (q | k | v) must have the same scales but for those of blocks.
+
+TensorRT-LLM's quantised linears quantise their activations, too, and its embedding is never quantised. So embeddings,
+and linears without an input_scale (weights only), become plain ones of the model's dtype: their values, rounded to it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,31 @@ from dataclasses import replace
 from ...runtime.model_config import CheckpointError
 from ...runtime.quantization import BLOCK, NVFP4, input_scale
 from ...runtime.weights import Weights
-from .shards import Piece, Target
+from .shards import EMBEDDING, Piece, Target
 
 CONFIG = "quant_cfg.json"  # of mixed formats, beside config.json
 
 
+def dequantized(target: Target, weights: Weights) -> tuple[str, ...]:
+    """The quantised sources of a target that is a plain one nevertheless."""
+    sources = tuple(piece.source for piece in target.pieces if piece.source in weights.quantized)
+    plain = target.name == EMBEDDING or not any(input_scale(source) in weights for source in sources)
+    return sources if plain else ()
+
+
+def kept_format(target: Target, weights: Weights) -> str | None:
+    """What a target is quantised as; None: it is plain. Its first source speaks for all."""
+    if not target.pieces or dequantized(target, weights):
+        return None
+    return weights.quantized.get(target.pieces[0].source)
+
+
 def with_scales(target: Target, weights: Weights) -> Iterator[Target]:
-    """The target, or, if its source is quantised, weight and scales."""
+    """The target, or, if it is quantised, weight and scales."""
+    if plain := dequantized(target, weights):
+        pieces = tuple(replace(piece, dequantized=piece.source in plain) for piece in target.pieces)
+        yield replace(target, pieces=pieces)
+        return
     formats = {weights.quantized.get(piece.source) for piece in target.pieces} or {None}
     if formats == {None}:
         yield target
@@ -35,8 +56,6 @@ def with_scales(target: Target, weights: Weights) -> Iterator[Target]:
     if len(formats) > 1:
         raise CheckpointError(f"{weights.checkpoint}: {sources} become one linear, but not all are of one format")
     (kind,), module = formats, target.name.removesuffix(".weight")
-    if not target.name.endswith(".weight") or target.name.endswith("vocab_embedding.weight"):
-        raise CheckpointError(f"{weights.checkpoint}: {sources[0]!r} is {kind}, which its layer cannot be")
     rows, columns = target.shape
     pieces = target.pieces
     scales = [("activation_scaling_factor", input_scale)]
@@ -59,11 +78,10 @@ def quantization(targets: Iterable[Target], weights: Weights) -> tuple[dict, dic
     """config.json's "quantization" and, if formats are mixed, the content of quant_cfg.json. targets: of rank 0, before
     `with_scales`."""
     linears = {
-        target.name.removesuffix(".weight"): weights.quantized.get(target.pieces[0].source)
+        target.name.removesuffix(".weight"): kept_format(target, weights)
         for target in targets
-        if target.pieces and len(target.shape) == 2 and target.name.endswith(".weight")
+        if len(target.shape) == 2 and target.name.endswith(".weight") and target.name != EMBEDDING
     }
-    del linears["transformer.vocab_embedding"]
     formats = set(linears.values()) - {None}
     common = {"kv_cache_quant_algo": None}
     if not formats:
@@ -99,7 +117,7 @@ def _one_of(names: list[str], weights: Weights) -> str:
     for name in names:
         if name not in weights:
             raise CheckpointError(
-                f"{weights.checkpoint}: tensor {name!r} is missing: the engine path quantises activations, too"
+                f"{weights.checkpoint}: tensor {name!r} is missing, but of other parts of the same linear it is there"
             )
         values[name] = float(weights.stored(name))
     if len(set(values.values())) > 1:

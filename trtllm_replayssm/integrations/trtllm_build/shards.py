@@ -17,6 +17,8 @@ from ...builder.layer_plan import RankSlice
 from ...runtime.model_config import ATTENTION, MAMBA, MLP, MOE, ModelConfig
 from .checkpoint import FORMAT, HEAD_SIZE, HYBRID, KEY, LAYER_TYPES, MODEL_CLASS, PURE, SLOT_UNIT
 
+EMBEDDING = "transformer.vocab_embedding.weight"
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -46,12 +48,14 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements start..stop-1 along `axis` of a tensor of the source checkpoint; axis None: all of it."""
+    """Elements start..stop-1 along `axis` of a tensor of the source checkpoint; axis None: all of it. dequantized: of
+    its values, not of what is stored."""
 
     source: str
     axis: int | None = None
     start: int = 0
     stop: int = 0
+    dequantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class TensorRtLlmCheckpoint:
         slicer = _Slicer(model, self.parallelism.tp, tp_rank)
         layers = self.parallelism.stage_layers(len(model.layers), stage)
         if stage == 0:
-            yield slicer.whole("transformer.vocab_embedding.weight", "backbone.embeddings.weight", model.hidden_size)
+            yield slicer.whole(EMBEDDING, "backbone.embeddings.weight", model.hidden_size)
         for local, index in enumerate(layers):
             source, name = f"backbone.layers.{index}.", f"transformer.layers.{local}."
             norm = f"{name}input_layernorm.weight"
