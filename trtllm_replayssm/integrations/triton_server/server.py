@@ -107,12 +107,17 @@ def _library_folder() -> str:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: loopback unless told."""
+    """Where a server listens: loopback unless told. ValueError for a number that is no port."""
 
     host: str = "127.0.0.1"
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+
+    def __post_init__(self):
+        for name in ("http", "grpc", "metrics"):
+            if not 1 <= (port := getattr(self, name)) <= 65535:
+                raise ValueError(f"{name} port is {port}, expected 1..65535")
 
     def options(self) -> list[str]:
         names = ("http", "grpc", "metrics")
