@@ -275,6 +275,7 @@ def test_memory_is_flat(server):
         early = min(SOAK // 2, 1008) // 16 * 16
         before, after = ask(early), ask((SOAK - early) // 16 * 16)
     shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"replayssm_{server.launcher}_*")) / 2**20
-    print(f"{early} and {SOAK // 16 * 16} requests: resident MiB of server and stub {before} -> {after}, shared {shared:.1f} MiB")
+    requests = f"{early} and {SOAK // 16 * 16} requests"
+    print(f"{requests}: resident MiB of server and stub {before} -> {after}, shared {shared:.1f} MiB")
     assert all(late - early < 4 for early, late in zip(before, after, strict=True))
     assert shared <= 4  # two models, and what prompts of 1 MB made them grow by
