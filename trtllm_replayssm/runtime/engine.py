@@ -440,21 +440,16 @@ class Engine(Serving):
         progress: bool = False,
         allow: Several[str] = (),
     ):
-        if mode not in _MODES:
-            raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
-        for name, value in (
-            ("max_batch", max_batch),
-            ("prefill_chunk", prefill_chunk),
-            ("window", 1 if window == "auto" else window),
-            ("context", 1 if context is None else context),
-        ):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}, expected an int")
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
-        drafts = _draft_tokens(speculation, draft_tokens, window)
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        drafts = check_arguments(
+            mode=mode,
+            dtype=dtype,
+            max_batch=max_batch,
+            context=context,
+            prefill_chunk=prefill_chunk,
+            window=window,
+            speculation=speculation,
+            draft_tokens=draft_tokens,
+        )
         place = pick_device(device)
         on_cuda = place.type == "cuda"
         if cuda_graphs and (deterministic or tensor_parallel or not on_cuda):
@@ -465,9 +460,9 @@ class Engine(Serving):
         dtype = dtype or (config.dtype if on_cuda else "float32")
         context = context or min(config.max_position_embeddings, 4096)
         configs = {
-            "replay": _replay_config(config, dtype, drafts, window, checkpoint_format, read_copy),
+            "replay": replay_config(config, dtype, drafts, window, checkpoint_format, read_copy),
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
-            "conventional": _replay_config(config, dtype, drafts, 2 * (1 + drafts)),
+            "conventional": replay_config(config, dtype, drafts, 2 * (1 + drafts)),
         }
         weights = Weights(checkpoint, whole, allow)
         self.dequantized = dict(weights.quantized)
@@ -529,9 +524,32 @@ class Engine(Serving):
         )
 
 
-def _replay_config(
+def check_arguments(*, mode, dtype, max_batch, context, prefill_chunk, window, speculation, draft_tokens, **_) -> int:
+    """Looks at arguments of Engine that are right or wrong whatever the checkpoint and the machine.
+
+    Returns the most drafts a step, 0 without speculation. ValueError or TypeError as Engine.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
+    for name, value in (
+        ("max_batch", max_batch),
+        ("prefill_chunk", prefill_chunk),
+        ("window", 1 if window == "auto" else window),
+        ("context", 1 if context is None else context),
+    ):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}, expected an int")
+        if value < 1:
+            raise ValueError(f"{name} is {value}, expected at least 1")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    return _draft_tokens(speculation, draft_tokens, window)
+
+
+def replay_config(
     model: ModelConfig, dtype: str, drafts: int, window: int | str, checkpoint: str = "fp32", read_copy: str = "none"
 ) -> ReplayConfig:
+    """How ReplaySSM keeps the states of `model`, with a number for its window. Raises as ReplayConfig does."""
     config = ReplayConfig(window, 1 + drafts, checkpoint, read_copy, ACTIVATIONS[dtype])
     return SlotLayout(model.geometry, config).config
 
@@ -571,18 +589,24 @@ def pick_device(name: str | None) -> torch.device:
     """The device of that name, None: a GPU that can be used, else the CPU. ValueError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() and _core.has_cuda() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device is {name!r}, expected cpu or cuda") from None
+    device = named_device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r}, but torch finds no GPU")
     if device.type == "cuda" and not _core.has_cuda():
         raise ValueError(
             f"device is {name!r}, but trtllm-replayssm was built without CUDA; see 'trtllm-replayssm info'"
         )
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, expected cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def named_device(name: str) -> torch.device:
+    """The device of that name, whether it is there or not. ValueError for a name that no device of ours has."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, expected cpu or cuda")
     return device

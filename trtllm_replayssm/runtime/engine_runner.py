@@ -54,7 +54,7 @@ class EngineRunner(Serving):
         folder = Path(folder)
         self.bundle = bundle = bundles.read(folder)
         engine = bundle.engine
-        drafts = _draft_tokens(bundle, speculation, draft_tokens)
+        drafts = check_drafts(bundle, speculation, draft_tokens)
         make, device = _executor(executor, folder, bundle)
         tokenizer = Tokenizer(folder)
         memory = GraphMemory(bundle, DTYPES[engine.dtype], device)
@@ -102,7 +102,7 @@ def _executor(
     return lambda memory: ReferenceExecutor(folder, bundle, memory), torch.device("cpu")
 
 
-def _draft_tokens(bundle: bundles.Bundle, speculation: str | Drafter | None, draft_tokens: int | None) -> int:
+def check_drafts(bundle: bundles.Bundle, speculation: str | Drafter | None, draft_tokens: int | None) -> int:
     """The most drafts a step, 0 without speculation; ValueError if this engine cannot."""
     if speculation is None:
         return 0

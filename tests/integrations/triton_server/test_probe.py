@@ -10,9 +10,13 @@ import pytest
 
 from trtllm_replayssm.integrations.triton_server.server import Address, Program, Server
 
+from .serving import free_ports
+
 
 class Pages(http.server.BaseHTTPRequestHandler):
-    """`server.answer`: what `generate` does. `server.steps`: what the metrics page says, one more for each look."""
+    """`server.answer`: what `generate` does. `server.steps`: what the metrics page says, `pace` more for each
+    look. `server.late`: looks that come before there is such a page.
+    """
 
     def do_POST(self):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -25,6 +29,9 @@ class Pages(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/metrics":
+            if self.server.late:
+                self.server.late -= 1
+                return self.send("not yet", 503)
             self.server.steps += self.server.pace
             return self.send(f'replayssm_decode_steps_total{{model="model"}} {self.server.steps}\n')
         return self.send({"input": [{"name": "text_input"}, {"name": "max_tokens"}]})
@@ -43,7 +50,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def pages():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    server.steps, server.pace, server.over = 7, 0, threading.Event()
+    server.steps, server.pace, server.late, server.over = 7, 0, 0, threading.Event()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -51,6 +58,17 @@ def pages():
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def server_of(pages, folder) -> Server:
+    """With a program that does nothing, and those pages."""
+    program = folder / "tritonserver"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    server = Server(Program(program), folder, Address("127.0.0.1", *free_ports(3)))
+    port = pages.server_address[1]
+    server.address = Address(http=port, metrics=port)
+    return server
 
 
 @pytest.mark.parametrize(
@@ -66,11 +84,14 @@ def pages():
 )
 def test_probe(pages, tmp_path, answer, pace, problem):
     pages.answer, pages.pace = answer, pace
-    program = tmp_path / "tritonserver"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
-    with Server(Program(program), tmp_path, Address(http=0, grpc=0, metrics=0)) as server:
-        port = pages.server_address[1]
-        server.address = Address(http=port, metrics=port)
+    with server_of(pages, tmp_path) as server:
         found = server.probe(0.3)
     assert found is None if problem is None else re.search(problem, found)
+
+
+def test_metrics_may_come_after_http(pages, tmp_path):
+    """As tritonserver opens them: a probe, which looks at metrics, must not fail in between."""
+    pages.answer, pages.late = (200, {"text_output": " and"}), 3
+    with server_of(pages, tmp_path) as server:
+        server.wait_until_healthy(10)
+    assert pages.late == 0

@@ -224,6 +224,9 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, all_mode
         templates.write(repository, engine, all_models, tokenizer=TINY, max_batch=4)
     with pytest.raises(ValueError, match="checkpoint_format is 'nvfp4', expected one of fp32, bf16, fp16"):
         templates.write(repository, TINY, all_models, checkpoint_format="nvfp4")
+    for name in ("max_batch", "context", "draft_tokens", "tensor_parallel"):
+        with pytest.raises(ValueError, match=f"^{name} is 0, expected at least 1$"):
+            templates.write(repository, TINY, all_models, **{name: 0})
     with pytest.raises(ValueError, match="tokenizer: a checkpoint has its own"):
         templates.write(repository, TINY, all_models, tokenizer=TINY)
     (all_models / "llmapi" / "tensorrt_llm" / "1" / "helpers.py").unlink()
@@ -250,6 +253,8 @@ def test_command(tmp_path, all_models, capsys):
         (["--window", "8"], "--window: not with --backend trtllm"),
         (["--speculative", "ngram"], "--speculative is 'ngram', expected mtp"),
         (["--draft-tokens", "3"], "--draft-tokens needs --speculative mtp"),
+        (["--speculative", "mtp", "--draft-tokens", "-2"], "draft_tokens is -2, expected at least 1"),
+        (["--allow", "lm_head"], "--allow: not with --backend trtllm"),
         ([], "tensorrt_llm: exists already"),
     ):
         assert main([*command, *options]) == 2

@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from ...builder.command import add_allow
+
 _DIRECTORIES = ("template", "tokenizer")
 
 
@@ -24,7 +26,7 @@ def add_commands(commands, window) -> None:
         "--backend",
         default="embedded",
         metavar="NAME",
-        help="embedded (default): a checkpoint; engine: an engine folder",
+        help="embedded (default): a checkpoint; engine: an engine folder; trtllm: TensorRT-LLM, by its own templates",
     )
     repo.add_argument("--executor", metavar="tensorrt|reference", help="of an engine folder, as for generate")
     repo.add_argument(
@@ -47,6 +49,7 @@ def add_commands(commands, window) -> None:
     repo.add_argument("--draft-tokens", type=int, metavar="N", help="most drafts a step; requests may ask for fewer")
     repo.add_argument("--adaptive", action="store_true", default=None, help="as for generate")
     repo.add_argument("--deterministic", action="store_true", default=None, help="as for generate")
+    add_allow(repo)
     repo.add_argument("--template", metavar="DIR", help="trtllm: its all_models; default: /app/all_models")
     repo.add_argument("--tokenizer", metavar="DIR", help="trtllm: of an engine of trtllm-build")
     repo.add_argument(
@@ -89,8 +92,10 @@ def _repo(options) -> int:
         return _templates(options)
     from .interface import INTERFACES
     from .repository import write_model
-    from .settings import Settings
+    from .settings import BACKENDS, Settings
 
+    if options.backend not in BACKENDS:
+        raise ValueError(f"backend is {options.backend!r}, expected one of {', '.join((*BACKENDS, 'trtllm'))}")
     for name in ("template", "tokenizer", "tensor_parallel"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --backend trtllm")
@@ -99,8 +104,8 @@ def _repo(options) -> int:
         for name in Settings.__dataclass_fields__
         if name != "model" and getattr(options, name) is not None
     }
-    settings = Settings(str(Path(options.model).resolve()), **given)
-    name = options.name or INTERFACES[settings.interface].model
+    settings = Settings(str(Path(options.model).resolve()), **given | {"allow": tuple(options.allow)})
+    name = INTERFACES[settings.interface].model if options.name is None else options.name
     write_model(Path(options.output), name, settings)
     _print_written(options, [name], f"trtllm-replayssm triton-launch --repo {shlex.quote(options.output)}")
     return 0
@@ -113,7 +118,7 @@ def _templates(options) -> int:
     taken = {"max_batch", "context", "checkpoint_format", "draft_tokens", "speculation", "tensor_parallel"}
     ours = {"name", *Settings.__dataclass_fields__} - {"model", "backend"}
     for name in sorted(ours - taken):
-        if getattr(options, name) is not None:
+        if getattr(options, name) not in (None, []):
             raise ValueError(
                 f"--{name.replace('_', '-')}: not with --backend trtllm, where ReplaySSM is set by the environment, "
                 "TRTLLM_REPLAYSSM_*"
@@ -122,7 +127,9 @@ def _templates(options) -> int:
         raise ValueError(f"--speculative is {options.speculation!r}, expected mtp with --backend trtllm")
     if options.draft_tokens is not None and options.speculation is None:
         raise ValueError("--draft-tokens needs --speculative mtp")
-    drafts = 0 if options.speculation is None else options.draft_tokens or 3
+    drafts = options.draft_tokens
+    if options.speculation is not None and drafts is None:
+        drafts = 3
     paths = {name: value and Path(value).resolve() for name, value in vars(options).items() if name in _DIRECTORIES}
     written = write(
         Path(options.output),
@@ -145,6 +152,9 @@ def _print_written(options, models: list[str], launch: str) -> None:
 def _launch(options) -> int:
     from .server import Address, Program, Server, ServerError
 
+    for name, least in (("start_timeout", 1), ("exit_timeout", 0), ("probe_interval", 1), ("probe_timeout", 1)):
+        if (seconds := getattr(options, name)) < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {seconds}, expected at least {least} (seconds)")
     asked = threading.Event()
     address = Address(options.host, options.http_port, options.grpc_port, options.metrics_port)
     reason = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from .interface import INTERFACES, Interface
 from .settings import Settings
 
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
 _MODEL = """\
 # Written by `trtllm-replayssm triton-repo`. The package must be installed in the Python that Triton's stub uses: the
 # first python3 in PATH.
@@ -25,8 +27,11 @@ def write_model(repository: Path, name: str, settings: Settings) -> Path:
 
     Raises:
         CheckpointError, BundleError: the directory is incomplete or not understood.
+        ValueError: a name that cannot be a folder and a part of an address, or a setting that the model cannot have.
         FileExistsError: there is such a model already.
     """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name is {name!r}, expected letters, digits, '_', '-' and '.', the first a letter or digit")
     settings.check()
     with new_model(repository, name) as folder:
         write_config(folder, _config(name, settings))

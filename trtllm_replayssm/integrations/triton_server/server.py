@@ -107,12 +107,17 @@ def _library_folder() -> str:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: loopback unless told."""
+    """Where a server listens: loopback unless told. ValueError for a number that is no port."""
 
     host: str = "127.0.0.1"
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+
+    def __post_init__(self):
+        for name in ("http", "grpc", "metrics"):
+            if not 1 <= (port := getattr(self, name)) <= 65535:
+                raise ValueError(f"{name} port is {port}, expected 1..65535")
 
     def options(self) -> list[str]:
         names = ("http", "grpc", "metrics")
@@ -282,15 +287,22 @@ class Server:
     # ---- HTTP ----
 
     def _listens(self) -> bool:
+        """On HTTP and, which comes last, for metrics."""
         try:
-            with urllib.request.urlopen(f"{self._url}/v2/health/live", timeout=5):
-                return True
+            for page in (f"{self._url}/v2/health/live", self._metrics_page):
+                with urllib.request.urlopen(page, timeout=5):
+                    pass
         except OSError:
             return False
+        return True
 
     @property
     def _url(self) -> str:
         return f"http://{self.address.reachable}:{self.address.http}"
+
+    @property
+    def _metrics_page(self) -> str:
+        return f"http://{self.address.reachable}:{self.address.metrics}/metrics"
 
     def _json(self, path: str, body: dict | None = None, seconds: float = 10.0):
         data = None if body is None else json.dumps(body).encode()
@@ -313,8 +325,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """What the models of this package say on the metrics page, by name and labels."""
-        url = f"http://{self.address.reachable}:{self.address.metrics}/metrics"
-        with urllib.request.urlopen(url, timeout=10.0) as response:
+        with urllib.request.urlopen(self._metrics_page, timeout=10.0) as response:
             lines = response.read().decode().splitlines()
         return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line.startswith(_OURS))}
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from ...runtime.engine import Engine, check_arguments, named_device, replay_config
+from ...runtime.engine_runner import EXECUTORS, EngineRunner, check_drafts
 from .interface import INTERFACES
 
 BACKENDS = ("embedded", "engine")
@@ -25,7 +27,8 @@ _OF_ENGINE_FOLDERS = (
 class Settings:
     """model: the directory that `backend` runs, a checkpoint ("embedded") or an engine folder ("engine"). interface: a
     name among INTERFACES. max_waiting: requests in line for a slot; more are refused. executor: of an engine folder.
-    The rest: arguments of runtime.Engine or EngineRunner, None for their defaults.
+    The rest: arguments of runtime.Engine or EngineRunner, None for their defaults. As a parameter `allow` is its
+    modules with blanks between them.
 
     ValueError names a parameter whose value cannot be meant.
     """
@@ -48,11 +51,12 @@ class Settings:
     draft_tokens: int | None = None
     adaptive: bool | None = None
     deterministic: bool | None = None
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name, known in (("backend", BACKENDS), ("interface", INTERFACES)):
+        for name, known in (("backend", BACKENDS), ("interface", INTERFACES), ("executor", (None, *EXECUTORS))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(filter(None, known))}")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}, expected at least 0")
         if self.backend == "engine":
@@ -63,6 +67,12 @@ class Settings:
             raise ValueError("executor needs backend engine")
         if self.speculation is None and (self.draft_tokens is not None or self.adaptive is not None):
             raise ValueError("draft_tokens and adaptive need speculation, mtp or ngram")
+        if bad := [module for module in self.allow if module.split() != [module]]:
+            raise ValueError(f"allow is {bad[0]!r}, expected a module, or a glob of modules, without blanks")
+        if self.backend == "embedded":
+            check_arguments(**self._with_defaults())
+        if self.device is not None:
+            named_device(self.device)
 
     @classmethod
     def read(cls, parameters: Mapping[str, str]) -> Settings:
@@ -76,24 +86,25 @@ class Settings:
 
     def parameters(self) -> dict[str, str]:
         """What `read` takes; nothing for defaults that Engine has."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: str(value).lower() if isinstance(value, bool) else str(value)
-            for name, value in given.items()
-            if value is not None
-        }
+        return {name: _format(value) for name, value in self._given().items()}
+
+    def _given(self) -> dict:
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
+
+    def _with_defaults(self) -> dict:
+        return Engine.__init__.__kwdefaults__ | self._given()
 
     def engine(self):
         """Loads it. Raises what runtime.Engine or EngineRunner raises."""
-        from ...runtime import Engine, EngineRunner
-
-        options = {name: value for name, value in vars(self).items() if value is not None}
+        options = self._given()
         make = {"embedded": Engine, "engine": EngineRunner}[options.pop("backend")]
         del options["interface"], options["max_waiting"]
         return make(options.pop("model"), **options)
 
     def check(self) -> None:
-        """Looks at the directory without loading it. CheckpointError or BundleError names what is wrong."""
+        """Looks at the directory without loading it. CheckpointError or BundleError names what is wrong, ValueError a
+        parameter that does not go with it.
+        """
         from ...builder import bundle
         from ...runtime.model_config import ModelConfig
         from ...runtime.mtp import MTP
@@ -101,13 +112,21 @@ class Settings:
         from ...runtime.weights import Weights
 
         if self.backend == "engine":
-            bundle.read(self.model)
+            check_drafts(bundle.read(self.model), self.speculation, self.draft_tokens)
         else:
-            config = ModelConfig.read(self.model)
-            weights = Weights(self.model, config)
+            config, full = ModelConfig.read(self.model), self._with_defaults()
+            formats = full["window"], full["checkpoint_format"], full["read_copy"]
+            replay_config(config, self.dtype or config.dtype, check_arguments(**full), *formats)
+            weights = Weights(self.model, config, self.allow)
             if self.speculation == "mtp":
                 MTP.require(self.model, config, weights)
         Tokenizer(self.model)
+
+
+def _format(value) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse(name: str, kind: str, value: str):
@@ -120,4 +139,6 @@ def _parse(name: str, kind: str, value: str):
         if value not in ("true", "false"):
             raise ValueError(f"parameter {name!r} is {value!r}, expected true or false")
         return value == "true"
+    if "tuple" in kind:
+        return tuple(value.split())
     return value

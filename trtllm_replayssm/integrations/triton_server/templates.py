@@ -54,19 +54,23 @@ def write(
     max_batch: int | None = None,
     context: int | None = None,
     checkpoint_format: str | None = None,
-    draft_tokens: int = 0,
+    draft_tokens: int | None = None,
     tensor_parallel: int | None = None,
 ) -> Written:
     """Writes what serves `model`: an engine of trtllm-build, where there is a rank0.engine, or else a checkpoint.
 
     template: the folder `all_models`. tokenizer: directory of an engine's tokenizer. The rest is of a checkpoint, None
-    for TensorRT-LLM's defaults; draft_tokens: MTP with so many.
+    for TensorRT-LLM's defaults; draft_tokens: MTP with so many, None for none.
 
     Raises:
         FileNotFoundError: a file of the model or the template is missing, by name.
-        ValueError: an option does not go with the model, or the template is not understood.
+        ValueError: an option is out of range or does not go with the model, or the template is not understood.
         FileExistsError: there is such a model in the repository already.
     """
+    numbers = dict(max_batch=max_batch, context=context, draft_tokens=draft_tokens, tensor_parallel=tensor_parallel)
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}, expected at least 1")
     all_models = template or CONTAINER
     if not all_models.is_dir():
         raise FileNotFoundError(
@@ -79,13 +83,7 @@ def write(
             raise ValueError("tokenizer: a checkpoint has its own")
         arguments = _llm_arguments(model, max_batch, context, checkpoint_format, draft_tokens, tensor_parallel)
         return _write_llmapi(repository, all_models / "llmapi" / "tensorrt_llm", arguments)
-    for name, value in (
-        ("max_batch", max_batch),
-        ("context", context),
-        ("checkpoint_format", checkpoint_format),
-        ("draft_tokens", draft_tokens or None),
-        ("tensor_parallel", tensor_parallel),
-    ):
+    for name, value in (numbers | {"checkpoint_format": checkpoint_format}).items():
         if value is not None:
             raise ValueError(f"{name}: the engine says that already")
     if tokenizer is None or not tokenizer.is_dir():
@@ -101,7 +99,7 @@ def _llm_arguments(
     max_batch: int | None,
     context: int | None,
     checkpoint_format: str | None,
-    draft_tokens: int,
+    draft_tokens: int | None,
     tensor_parallel: int | None,
 ) -> dict:
     """What LLM() is given."""
@@ -118,7 +116,7 @@ def _llm_arguments(
         "max_seq_len": context,
         "kv_cache_config": cache,
     }
-    if draft_tokens:
+    if draft_tokens is not None:
         # Releases read the one or the other.
         lengths = {"max_draft_len": draft_tokens, "num_nextn_predict_layers": draft_tokens}
         arguments["speculative_config"] = {"decoding_type": "MTP", **lengths}
