@@ -18,14 +18,37 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes, or as many zeros. The rest of the line, which is wanted next, comes to the L2.
-__device__ inline void request_16_bytes(void* target, const void* source, bool exists = true) {
+// 16 bytes. The rest of the line, which is wanted next, comes to the L2.
+__device__ inline void request_16_bytes(void* target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source)
+               : "memory");
+}
+// The same, or as many zeros.
+__device__ inline void request_16_bytes(void* target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(exists ? 16 : 0)
                : "memory");
 }
 __device__ inline void request_4_bytes(void* target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+}
+// Eight elements of an input. A loop, so that the common case does not pay for the other.
+template <typename Staged>
+__device__ inline void request_input(Staged* target, const Staged* source, bool aligned) {
+  if (aligned) {
+    request_16_bytes(target, source);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) target[i] = source[i];
+  }
+}
+
+// Makes a group of what this thread requested since the last one; and until all of its groups but the kLater last have
+// come.
+__device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLater>
+__device__ inline void await_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 // Until all that this thread requested has come.
 __device__ inline void await_requests() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -108,19 +108,6 @@ struct MmaParams {
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
-// ---- instructions --------------------------------------------------------------------------------------------------
-
-// Eight elements of an input. A loop, so that the common case does not pay for the other.
-template <typename Staged>
-__device__ inline void request_input(Staged* target, const Staged* source, bool aligned) {
-  if (aligned) {
-    request_16_bytes(target, source);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) target[i] = source[i];
-  }
-}
-
 // ---- a slice of the state ------------------------------------------------------------------------------------------
 
 // A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes

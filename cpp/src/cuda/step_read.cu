@@ -28,6 +28,7 @@
 #include <algorithm>
 
 #include "head_state.cuh"
+#include "pipeline.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -334,37 +335,6 @@ __device__ inline void add_history(const Staged* x, const WeightOperand& weights
       multiply_pairs<__nv_bfloat16>(y, rest[0], rest[1], rest[2], rest[3], part[0], part[1]);
     }
     multiply_pairs<__nv_bfloat16>(y, a[0], a[1], a[2], a[3], part[0], part[1]);
-  }
-}
-
-// ---- instructions --------------------------------------------------------------------------------------------------
-
-__device__ inline void request_16_bytes(void* target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-               "l"(source)
-               : "memory");
-}
-__device__ inline void request_4_bytes(void* target, const void* source) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-      "l"(source)
-      : "memory");
-}
-__device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLater>
-__device__ inline void await_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
-}
-
-// Eight elements of an input. A loop, so that the common case does not pay for the other.
-template <typename Staged>
-__device__ inline void request_input(Staged* target, const Staged* source, bool aligned) {
-  if (aligned) {
-    request_16_bytes(target, source);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) target[i] = source[i];
   }
 }
 
