@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -45,7 +46,7 @@ class Library:
             return "unknown"
 
 
-class Peer(Library):
+class Peer(Library, ABC):
     """A library's single-token state update. The first of its settings is the library's own choice."""
 
     def update(
@@ -77,8 +78,9 @@ class Peer(Library):
             setting,
         )
 
+    @abstractmethod
     def call(self, state, x, dt, A, B, C, D, dt_bias, setting: dict) -> torch.Tensor:
-        raise NotImplementedError
+        """The library's function."""
 
 
 class TritonPeer(Peer):
