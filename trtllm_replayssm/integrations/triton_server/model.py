@@ -27,7 +27,7 @@ class TritonPythonModel:
         try:
             settings = Settings.read({key: value["string_value"] for key, value in parameters.items()})
             engine = settings.engine()
-        except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
             raise pb_utils.TritonModelException(f"model {name!r}: {error}") from None
         self._interface = INTERFACES[settings.interface]
         metrics = Metrics(pb_utils, name, engine.memory.pool.num_slots)
