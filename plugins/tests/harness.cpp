@@ -3,8 +3,8 @@
 // The plugins at work, without an engine: made by a real plugin registry, called as an engine calls them, and compared
 // bit for bit with the C ABI.
 //
-//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--part I/N] [--output FILE]
-//                    [--commit ID]
+//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--part I/N] [--threads N]
+//                    [--output FILE] [--commit ID] [--command TEXT]
 //
 // Two execution contexts (clones of the same plugins, each with slots, memory and a stream of its own) take turns for N
 // steps: batches of random slots, idle rows, tokens and acceptance, prompts and new sequences among them. Every row is
@@ -15,11 +15,13 @@
 // graphs, whose capture is the very first call. A library without CUDA ops runs on host memory.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <ctime>
 #include <fstream>
 #include <random>
 #include <sstream>
+#include <thread>
 
 #ifdef REPLAYSSM_HARNESS_CUDA
 #include <cuda_runtime.h>
@@ -62,7 +64,7 @@ void* allocate(size_t bytes) {
   void* memory = nullptr;
   REQUIRE_CUDA(cudaMalloc(&memory, bytes));
   REQUIRE_CUDA(cudaMemset(memory, 0, bytes));
-  REQUIRE_CUDA(cudaDeviceSynchronize());
+  REQUIRE_CUDA(cudaStreamSynchronize(nullptr));
   return memory;
 }
 void release(void* memory) { cudaFree(memory); }
@@ -113,9 +115,9 @@ class Staging {
   std::vector<Expected> expected_;
 };
 
-// Streams are used again by later contexts, with their staging memory.
-std::map<cudaStream_t, Staging> stagings;
-std::vector<cudaStream_t> idle_streams;
+// Streams are used again by later contexts of the thread, with their staging memory.
+thread_local std::map<cudaStream_t, Staging> stagings;
+thread_local std::vector<cudaStream_t> idle_streams;
 
 cudaStream_t make_stream() {
   cudaStream_t stream = nullptr;
@@ -144,13 +146,13 @@ std::string device_name() {
   return properties.name;
 }
 
-// A captured sequence of calls.
+// A captured sequence of calls. Under capture the thread may call nothing that synchronises or allocates.
 class Graph {
  public:
   template <typename Launch>
   Graph(cudaStream_t stream, const Launch& launch) {
     cudaGraph_t graph = nullptr;
-    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     launch();
     REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
     REQUIRE_CUDA(cudaGraphInstantiate(&executable_, graph, 0));
@@ -1056,8 +1058,9 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown";
-  int32_t steps = 1000, part = 0, parts = 1;
+  const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown",
+             *command = "plugin_harness";
+  int32_t steps = 1000, part = 0, parts = 1, threads = 1;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -1068,16 +1071,19 @@ int main(int argc, char** argv) {
       if (argument == "--registry") registry = value;
       if (argument == "--output") output = value;
       if (argument == "--commit") commit = value;
+      if (argument == "--command") command = value;
       if (argument == "--steps") steps = std::atoi(value);
+      if (argument == "--threads") threads = std::atoi(value);
       if (argument == "--part" && std::sscanf(value, "%d/%d", &part, &parts) != 2) parts = 0;
     } else {
       library = argv[i];
     }
   }
-  if (!library || steps <= kFew || part < 0 || part >= parts) {
+  if (!library || steps <= kFew || part < 0 || part >= parts || threads < 1) {
     std::printf(
         "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above 32] [--quick]\n"
-        "       [--part I/N, every Nth case from I on] [--output FILE] [--commit ID]\n",
+        "       [--part I/N, every Nth case from I on] [--threads N, so many cases at a time]\n"
+        "       [--output FILE, a record with --commit ID and --command TEXT]\n",
         argv[0]);
     return 2;
   }
@@ -1092,24 +1098,36 @@ int main(int argc, char** argv) {
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof(date), "%Y-%m-%d", std::gmtime(&now));
     text << "{\n \"bench\": \"plugin-harness\",\n \"gpu\": \"" << device_name() << "\",\n \"date\": \"" << date
-         << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version
-         << "\",\n \"command\": \"plugin_harness --steps " << steps << (quick ? " --quick" : "")
-         << "\",\n \"cases\": [";
+         << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version << "\",\n \"command\": \""
+         << command << "\",\n \"cases\": [";
     const std::vector<Setup> all = setups(steps, quick);
-    size_t done = 0;
-    for (size_t i = part; i < all.size(); i += parts, ++done) {
-      const std::string line =
-          all[i].of_lengths() ? run<LengthsContext>(all[i], creators) : run<Context>(all[i], creators);
-      std::printf("%s\n", line.c_str());
-      text << (done ? ",\n  " : "\n  ") << line;
-    }
+    std::vector<std::string> lines;
+    for (size_t i = part; i < all.size(); i += parts) lines.emplace_back();
+    std::atomic<size_t> next{0};
+    const auto work = [&] {
+      try {
+        for (size_t i; (i = next++) < lines.size();) {
+          const Setup& setup = all[part + i * parts];
+          lines[i] = setup.of_lengths() ? run<LengthsContext>(setup, creators) : run<Context>(setup, creators);
+          std::printf("%s\n", lines[i].c_str());
+        }
+      } catch (const std::exception& e) {
+        std::printf("plugin_harness: %s\n", e.what());
+        std::_Exit(1);
+      }
+    };
+    std::vector<std::thread> workers;
+    for (int32_t t = 1; t < threads; ++t) workers.emplace_back(work);
+    work();
+    for (std::thread& worker : workers) worker.join();
+    for (size_t i = 0; i < lines.size(); ++i) text << (i ? ",\n  " : "\n  ") << lines[i];
     text << "\n ]\n}\n";
     if (output) {
       const std::string unfinished = std::string(output) + ".part";
       std::ofstream(unfinished) << text.str();
       CHECK(std::rename(unfinished.c_str(), output) == 0);
     }
-    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", done, all.size());
+    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", lines.size(), all.size());
   } catch (const std::exception& e) {
     std::printf("plugin_harness: %s\n", e.what());
     return 1;
