@@ -214,7 +214,7 @@ class Buffer {
 // ---- what is run
 // ----------------------------------------------------------------------------------------------------------------
 
-constexpr int32_t kFew = 32;  // steps after which every case has flushed
+constexpr int32_t kFew = 20, kFewLengths = 32;  // steps after which every case has flushed
 constexpr int32_t kSlots = 6, kRows = 4, kMostTokens = 40, kLayers = 2, kFirstHead = 24;
 
 struct Setup {
@@ -1017,30 +1017,30 @@ std::string run(const Setup& setup, const Creators& creators) {
   return line.str();
 }
 
-// One format in full, then every pair of formats for a few steps, in both geometries that have kernels of their own
-// and one that has none. `quick`: a pair in one of the ways of passing state, eagerly or captured, in turn.
+// One format in every way (of passing state; eagerly and captured) for all steps. Then every pair of formats, in one
+// way in turn for all steps and in every other for a few, or, `quick`, in that one for a few; in both geometries that
+// have kernels of their own and one that has none.
 std::vector<Setup> setups(int32_t steps, bool quick) {
   static const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer", "lengths"};
   std::vector<Setup> result;
   int32_t pairs = 0;
   const replayssm_geometry tuned64 = {8, 64, 2, 128, 4}, tuned80 = {6, 80, 2, 128, 4}, other = {4, 16, 2, 64, 3};
-  auto add = [&](const replayssm_geometry& geometry, int32_t checkpoint, int32_t read_copy, int32_t activation,
-                 int32_t count) {
+  auto add = [&](const replayssm_geometry& geometry, int32_t checkpoint, int32_t read_copy, int32_t activation) {
     const replayssm_config config = {12, 4, checkpoint, read_copy, activation, 77};
     replayssm_layout layout;
     if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) return;  // a pair that makes no sense
-    const bool every = !quick || count == steps;
     for (int32_t way = 0; way < 4; ++way) {
-      if (!every && way != pairs % 4) continue;
       for (const bool captured : {false, true}) {
         if (captured && kDevice == REPLAYSSM_HOST) continue;
-        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs / 4 % 2 == 1)) continue;
-        result.push_back({geometry, config, kStateIos[way], captured, count});
+        const bool in_turn = way == pairs % 4 && (kDevice == REPLAYSSM_HOST || captured == (pairs / 4 % 2 == 1));
+        if (quick && pairs > 0 && !in_turn) continue;
+        const bool all = pairs == 0 || (in_turn && !quick);
+        result.push_back({geometry, config, kStateIos[way], captured, all ? steps : way == 3 ? kFewLengths : kFew});
       }
     }
     ++pairs;
   };
-  add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16, steps);
+  add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16);
   for (int32_t checkpoint = 0; replayssm_checkpoint_name(checkpoint); ++checkpoint) {
     for (int32_t read_copy = 0; replayssm_read_copy_name(read_copy); ++read_copy) {
       for (const int32_t activation : {REPLAYSSM_BF16, REPLAYSSM_FP16, REPLAYSSM_FP32}) {
@@ -1048,7 +1048,7 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
         add(activation == REPLAYSSM_FP16   ? tuned80
             : activation == REPLAYSSM_BF16 ? tuned64
                                            : other,
-            checkpoint, read_copy, activation, kFew);
+            checkpoint, read_copy, activation);
       }
     }
   }
@@ -1079,9 +1079,9 @@ int main(int argc, char** argv) {
       library = argv[i];
     }
   }
-  if (!library || steps <= kFew || part < 0 || part >= parts || threads < 1) {
+  if (!library || steps < kFewLengths || part < 0 || part >= parts || threads < 1) {
     std::printf(
-        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above 32] [--quick]\n"
+        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, at least 32] [--quick]\n"
         "       [--part I/N, every Nth case from I on] [--threads N, so many cases at a time]\n"
         "       [--output FILE, a record with --commit ID and --command TEXT]\n",
         argv[0]);

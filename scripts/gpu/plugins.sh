@@ -75,7 +75,7 @@ for tool in $only; do
     check plugins "$build/plugin_harness" "$library" --registry "${registry[0]}" --steps "$steps"
   else
     check "plugins-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
-      "$build/plugin_harness" "$library" --quick --steps 33
+      "$build/plugin_harness" "$library" --quick --steps 32
   fi
 done
 exit $status
