@@ -3,8 +3,8 @@
 // The plugins at work, without an engine: made by a real plugin registry, called as an engine calls them, and compared
 // bit for bit with the C ABI.
 //
-//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--part I/N] [--output FILE]
-//                    [--commit ID]
+//     plugin_harness LIBRARY [--registry LIBNVINFER] [--steps N] [--quick] [--part I/N] [--threads N]
+//                    [--output FILE] [--commit ID] [--command TEXT]
 //
 // Two execution contexts (clones of the same plugins, each with slots, memory and a stream of its own) take turns for N
 // steps: batches of random slots, idle rows, tokens and acceptance, prompts and new sequences among them. Every row is
@@ -15,11 +15,13 @@
 // graphs, whose capture is the very first call. A library without CUDA ops runs on host memory.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <ctime>
 #include <fstream>
 #include <random>
 #include <sstream>
+#include <thread>
 
 #ifdef REPLAYSSM_HARNESS_CUDA
 #include <cuda_runtime.h>
@@ -62,7 +64,7 @@ void* allocate(size_t bytes) {
   void* memory = nullptr;
   REQUIRE_CUDA(cudaMalloc(&memory, bytes));
   REQUIRE_CUDA(cudaMemset(memory, 0, bytes));
-  REQUIRE_CUDA(cudaDeviceSynchronize());
+  REQUIRE_CUDA(cudaStreamSynchronize(nullptr));
   return memory;
 }
 void release(void* memory) { cudaFree(memory); }
@@ -113,9 +115,9 @@ class Staging {
   std::vector<Expected> expected_;
 };
 
-// Streams are used again by later contexts, with their staging memory.
-std::map<cudaStream_t, Staging> stagings;
-std::vector<cudaStream_t> idle_streams;
+// Streams are used again by later contexts of the thread, with their staging memory.
+thread_local std::map<cudaStream_t, Staging> stagings;
+thread_local std::vector<cudaStream_t> idle_streams;
 
 cudaStream_t make_stream() {
   cudaStream_t stream = nullptr;
@@ -144,13 +146,13 @@ std::string device_name() {
   return properties.name;
 }
 
-// A captured sequence of calls.
+// A captured sequence of calls. Under capture the thread may call nothing that synchronises or allocates.
 class Graph {
  public:
   template <typename Launch>
   Graph(cudaStream_t stream, const Launch& launch) {
     cudaGraph_t graph = nullptr;
-    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     launch();
     REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
     REQUIRE_CUDA(cudaGraphInstantiate(&executable_, graph, 0));
@@ -212,7 +214,7 @@ class Buffer {
 // ---- what is run
 // ----------------------------------------------------------------------------------------------------------------
 
-constexpr int32_t kFew = 32;  // steps after which every case has flushed
+constexpr int32_t kFew = 20, kFewLengths = 32;  // steps after which every case has flushed
 constexpr int32_t kSlots = 6, kRows = 4, kMostTokens = 40, kLayers = 2, kFirstHead = 24;
 
 struct Setup {
@@ -1015,30 +1017,30 @@ std::string run(const Setup& setup, const Creators& creators) {
   return line.str();
 }
 
-// One format in full, then every pair of formats for a few steps, in both geometries that have kernels of their own
-// and one that has none. `quick`: a pair in one of the ways of passing state, eagerly or captured, in turn.
+// One format in every way (of passing state; eagerly and captured) for all steps. Then every pair of formats, in one
+// way in turn for all steps and in every other for a few, or, `quick`, in that one for a few; in both geometries that
+// have kernels of their own and one that has none.
 std::vector<Setup> setups(int32_t steps, bool quick) {
   static const char* const kStateIos[] = {"alias", "same_pointer", "host_pointer", "lengths"};
   std::vector<Setup> result;
   int32_t pairs = 0;
   const replayssm_geometry tuned64 = {8, 64, 2, 128, 4}, tuned80 = {6, 80, 2, 128, 4}, other = {4, 16, 2, 64, 3};
-  auto add = [&](const replayssm_geometry& geometry, int32_t checkpoint, int32_t read_copy, int32_t activation,
-                 int32_t count) {
+  auto add = [&](const replayssm_geometry& geometry, int32_t checkpoint, int32_t read_copy, int32_t activation) {
     const replayssm_config config = {12, 4, checkpoint, read_copy, activation, 77};
     replayssm_layout layout;
     if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) return;  // a pair that makes no sense
-    const bool every = !quick || count == steps;
     for (int32_t way = 0; way < 4; ++way) {
-      if (!every && way != pairs % 4) continue;
       for (const bool captured : {false, true}) {
         if (captured && kDevice == REPLAYSSM_HOST) continue;
-        if (!every && kDevice == REPLAYSSM_CUDA && captured != (pairs / 4 % 2 == 1)) continue;
-        result.push_back({geometry, config, kStateIos[way], captured, count});
+        const bool in_turn = way == pairs % 4 && (kDevice == REPLAYSSM_HOST || captured == (pairs / 4 % 2 == 1));
+        if (quick && pairs > 0 && !in_turn) continue;
+        const bool all = pairs == 0 || (in_turn && !quick);
+        result.push_back({geometry, config, kStateIos[way], captured, all ? steps : way == 3 ? kFewLengths : kFew});
       }
     }
     ++pairs;
   };
-  add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16, steps);
+  add(tuned64, REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NONE, REPLAYSSM_BF16);
   for (int32_t checkpoint = 0; replayssm_checkpoint_name(checkpoint); ++checkpoint) {
     for (int32_t read_copy = 0; replayssm_read_copy_name(read_copy); ++read_copy) {
       for (const int32_t activation : {REPLAYSSM_BF16, REPLAYSSM_FP16, REPLAYSSM_FP32}) {
@@ -1046,7 +1048,7 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
         add(activation == REPLAYSSM_FP16   ? tuned80
             : activation == REPLAYSSM_BF16 ? tuned64
                                            : other,
-            checkpoint, read_copy, activation, kFew);
+            checkpoint, read_copy, activation);
       }
     }
   }
@@ -1056,8 +1058,9 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown";
-  int32_t steps = 1000, part = 0, parts = 1;
+  const char *library = nullptr, *registry = nullptr, *output = nullptr, *commit = "unknown",
+             *command = "plugin_harness";
+  int32_t steps = 1000, part = 0, parts = 1, threads = 1;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -1068,16 +1071,19 @@ int main(int argc, char** argv) {
       if (argument == "--registry") registry = value;
       if (argument == "--output") output = value;
       if (argument == "--commit") commit = value;
+      if (argument == "--command") command = value;
       if (argument == "--steps") steps = std::atoi(value);
+      if (argument == "--threads") threads = std::atoi(value);
       if (argument == "--part" && std::sscanf(value, "%d/%d", &part, &parts) != 2) parts = 0;
     } else {
       library = argv[i];
     }
   }
-  if (!library || steps <= kFew || part < 0 || part >= parts) {
+  if (!library || steps < kFewLengths || part < 0 || part >= parts || threads < 1) {
     std::printf(
-        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, above 32] [--quick]\n"
-        "       [--part I/N, every Nth case from I on] [--output FILE] [--commit ID]\n",
+        "usage: %s LIBRARY [--registry LIBNVINFER] [--steps N, at least 32] [--quick]\n"
+        "       [--part I/N, every Nth case from I on] [--threads N, so many cases at a time]\n"
+        "       [--output FILE, a record with --commit ID and --command TEXT]\n",
         argv[0]);
     return 2;
   }
@@ -1092,24 +1098,36 @@ int main(int argc, char** argv) {
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof(date), "%Y-%m-%d", std::gmtime(&now));
     text << "{\n \"bench\": \"plugin-harness\",\n \"gpu\": \"" << device_name() << "\",\n \"date\": \"" << date
-         << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version
-         << "\",\n \"command\": \"plugin_harness --steps " << steps << (quick ? " --quick" : "")
-         << "\",\n \"cases\": [";
+         << "\",\n \"commit\": \"" << commit << "\",\n \"registry\": \"" << registry_version << "\",\n \"command\": \""
+         << command << "\",\n \"cases\": [";
     const std::vector<Setup> all = setups(steps, quick);
-    size_t done = 0;
-    for (size_t i = part; i < all.size(); i += parts, ++done) {
-      const std::string line =
-          all[i].of_lengths() ? run<LengthsContext>(all[i], creators) : run<Context>(all[i], creators);
-      std::printf("%s\n", line.c_str());
-      text << (done ? ",\n  " : "\n  ") << line;
-    }
+    std::vector<std::string> lines;
+    for (size_t i = part; i < all.size(); i += parts) lines.emplace_back();
+    std::atomic<size_t> next{0};
+    const auto work = [&] {
+      try {
+        for (size_t i; (i = next++) < lines.size();) {
+          const Setup& setup = all[part + i * parts];
+          lines[i] = setup.of_lengths() ? run<LengthsContext>(setup, creators) : run<Context>(setup, creators);
+          std::printf("%s\n", lines[i].c_str());
+        }
+      } catch (const std::exception& e) {
+        std::printf("plugin_harness: %s\n", e.what());
+        std::_Exit(1);
+      }
+    };
+    std::vector<std::thread> workers;
+    for (int32_t t = 1; t < threads; ++t) workers.emplace_back(work);
+    work();
+    for (std::thread& worker : workers) worker.join();
+    for (size_t i = 0; i < lines.size(); ++i) text << (i ? ",\n  " : "\n  ") << lines[i];
     text << "\n ]\n}\n";
     if (output) {
       const std::string unfinished = std::string(output) + ".part";
       std::ofstream(unfinished) << text.str();
       CHECK(std::rename(unfinished.c_str(), output) == 0);
     }
-    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", done, all.size());
+    std::printf("plugin_harness: %zu of %zu cases, all the same bits\n", lines.size(), all.size());
   } catch (const std::exception& e) {
     std::printf("plugin_harness: %s\n", e.what());
     return 1;

@@ -22,7 +22,7 @@
     if (!(condition)) {                                                                   \
       std::printf("%s:%d: failed: %s (last error: %s)\n", __FILE__, __LINE__, #condition, \
                   plugin_library::last_error());                                          \
-      std::exit(1);                                                                       \
+      std::_Exit(1);                                                                      \
     }                                                                                     \
   } while (0)
 

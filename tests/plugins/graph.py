@@ -237,6 +237,16 @@ def node_report(plugin, inputs, outputs, changes, rows=ROWS):
     return report(g.serialized(), words=16 * -(-(64 + 68 * rows) // 64))
 
 
+def left_out(plugin, index):
+    """A node without its input `index`, whose place is left empty."""
+    g = Graph("alias")
+    names = [g.input(f"in{i}", KINDS[kind], shape) for i, (kind, shape) in enumerate(inputs_of(plugin))]
+    result = g.plugin(plugin, [*names[:index], "", *names[index + 1 :]], "it", len(OUTPUTS[plugin]))
+    for name, kind in zip([result] if isinstance(result, str) else result, OUTPUTS[plugin], strict=True):
+        g.output(name, KINDS[kind], None)
+    return report(g.serialized(), words=16)
+
+
 def broken_stack(state_io, change, **arguments):
     """`stack`, with `change` done to the ONNX graph."""
     model = onnx.load_from_string(stack(state_io))
@@ -262,6 +272,18 @@ def aliased_state_is_read_elsewhere():
 
 def alias_feature_is_off():
     return broken_stack("alias", lambda *_: None, alias=False)
+
+
+def state_is_a_constant():
+    def change(nodes, graph):
+        index = next(i for i, value in enumerate(graph.input) if value.name == "layer0/state")
+        shape = [size.dim_value for size in graph.input[index].type.tensor_type.shape.dim]
+        del graph.input[index]
+        zeros = helper.make_tensor("zero", TensorProto.INT32, [1], [0])
+        graph.initializer.append(numpy_helper.from_array(np.array(shape), "layer0/shape"))
+        graph.node.insert(0, helper.make_node("ConstantOfShape", ["layer0/shape"], ["layer0/state"], value=zeros))
+
+    return broken_stack("alias", change)
 
 
 def flush_is_not_consumed():

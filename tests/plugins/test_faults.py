@@ -90,6 +90,22 @@ def test_one_input_too_many(plugin):
 
 
 @pytest.mark.parametrize(
+    "plugin, index, expected",
+    [
+        ("ReplaySsmPlan", 0, "ReplaySsmPlan 'it': slots: expected INT32, got FP32"),  # so TensorRT-RTX calls none
+        ("ReplayCausalConv", 4, "condition: (input) != nullptr"),
+        ("ReplaySsmFlush", 1, "ReplaySsmFlush 'it': table: expected INT32, got FP32"),
+        ("ReplaySsmStep", 6, "condition: (input) != nullptr"),
+    ],
+)
+def test_an_input_left_out(plugin, index, expected):
+    """There are no optional inputs: where a float may stand, TensorRT itself refuses none."""
+    result, _ = in_child("graph:left_out", plugin, index)
+    assert not result["parsed"]
+    assert expected in next(message for severity, message in result["log"] if severity in ("ERROR", "INTERNAL_ERROR"))
+
+
+@pytest.mark.parametrize(
     "changes, expected",
     [
         ({"window": None}, "window: field is missing"),
@@ -123,14 +139,15 @@ def test_wrong_number_of_outputs(outputs):
         ("aliased_state_is_read_elsewhere", False, ""),
         ("alias_feature_is_off", False, "ALIASED_PLUGIN_IO_10_03"),
         ("flush_is_not_consumed", True, ""),
+        ("state_is_a_constant", True, ""),
     ],
 )
 def test_wrong_chains(graph_fault, built, expected):
-    """What TensorRT itself does where the rules of the chain are broken. The last one it does not tell: the flush is
-    gone, which is why flush hands on its state or its order."""
+    """What TensorRT itself does where the rules of the chain are broken. Two it does not tell: a flush that nobody
+    consumes is gone, which is why flush hands on its state or its order; and a constant would be written."""
     result, _ = in_child(f"graph:{graph_fault}")
     errors = [message for severity, message in result["log"] if severity in ("ERROR", "INTERNAL_ERROR")]
     assert result["built"] == built and any(expected in error for error in errors) == (not built), errors
-    if built:
+    if graph_fault == "flush_is_not_consumed":
         names = {name for _, names, _ in result["layers"] for name in names}
         assert "layer0/step" in names and "layer0/flush" not in names
