@@ -213,7 +213,7 @@ class Calibration:
                     return 0
                 for name, calibrator in _calibrators(model):
                     if name in file.keys():
-                        calibrator._calib_amax = file.get_tensor(name).to(model.device)
+                        calibrator._calib_amax = file.get_tensor(name).to(_device(model, name))
                 return int(about["rows"])
         except (FileNotFoundError, SafetensorError):
             return 0
@@ -242,6 +242,15 @@ def _calibrators(model) -> Iterator[tuple[str, Any]]:
         if isinstance(quantizer, TensorQuantizer) and quantizer.is_enabled:
             if isinstance(calibrator := getattr(quantizer, "_calibrator", None), MaxCalibrator):
                 yield name, calibrator
+
+
+def _device(model, name: str) -> torch.device:
+    """Of the layer that the quantiser `name` belongs to: several GPUs share a model that one cannot hold."""
+    parameter = None
+    while parameter is None:
+        name = name.rpartition(".")[0]
+        parameter = next(model.get_submodule(name).parameters(), None)
+    return parameter.device
 
 
 def repaired(lists: Any) -> Any:

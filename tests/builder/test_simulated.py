@@ -96,8 +96,8 @@ def test_simulation_and_export(recipe, tmp_path, monkeypatch):
         mtq.disable_quantizer(model, lambda name: "weight_quantizer" not in name)
         engine = Engine(tmp_path / "made", device="cuda", dtype="float32", max_batch=1)
         for row in rows[:4]:
-            expected = model(row[None].to(model.device), use_cache=False).logits[0].float()
-            assert relative_error(engine.logits(row.tolist()), expected) < 1e-3
+            expected = model(row[None].to(model.device), use_cache=False).logits[0].float().cpu()
+            assert relative_error(engine.logits(row.tolist()).cpu(), expected) < 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["nemotron3", "aggressive"])
@@ -115,3 +115,29 @@ def test_the_cpu_makes_the_same(recipe, tmp_path, monkeypatch):
             torch.testing.assert_close(tensor, other[name], rtol=0.05, atol=0)
         else:
             assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (tensor, other[name]))), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_interrupted_calibration_on_two_gpus(tmp_path, monkeypatch):
+    """Each has some of the layers, and their quantisers' largest values."""
+    rows = read_rows(Tokenizer(TINY), [TINY / "README.md"], 8, 64)
+    arguments = dict(state=STATE, text="test", compare=False)
+    used, save = set(), Calibration.save
+
+    def saving(calibration, model, done):
+        used.update(parameter.device for parameter in model.parameters())
+        save(calibration, model, done)
+        if calibration.interrupting:
+            raise InterruptedError
+
+    monkeypatch.setattr(Calibration, "save", saving)
+    monkeypatch.setattr(Calibration, "interrupting", False, raising=False)
+    quantize(TINY, tmp_path / "whole", rows, **arguments)
+    assert used == {torch.device("cuda", 0), torch.device("cuda", 1)}
+    monkeypatch.setattr(Calibration, "interrupting", True)
+    with pytest.raises(InterruptedError):
+        quantize(TINY, tmp_path / "made", rows, **arguments)
+    monkeypatch.setattr(Calibration, "interrupting", False)
+    quantize(TINY, tmp_path / "made", rows, **arguments)
+    for name in ("model.safetensors", "config.json", "hf_quant_config.json"):
+        assert (tmp_path / "made" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
