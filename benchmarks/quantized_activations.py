@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--output", required=True, metavar="FILE")
     options = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = False  # transformers' convolution is torch's
     rows = read_rows(Tokenizer(options.checkpoint), [options.calib], options.rows, options.tokens)
     source = embedded(options.checkpoint, rows)
     record = {

@@ -63,6 +63,12 @@ def share_attention_scales(model):
     return changed
 
 
+@pytest.fixture(autouse=True)
+def no_tf32(monkeypatch):
+    """In which transformers would convolve."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.mark.parametrize("recipe", NVFP4_ERROR)
 def test_simulation_and_export(recipe, tmp_path, monkeypatch):
     import modelopt.torch.quantization as mtq
