@@ -126,14 +126,39 @@ def _export(
     folder: Path,
     progress: Progress,
 ) -> None:
-    import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.quantization.nn import TensorQuantizer
+
+    model = calibrated(checkpoint, source, recipe, rows, calibration, progress)
+    for quantizer in model.modules():
+        if isinstance(quantizer, TensorQuantizer) and quantizer.is_enabled and quantizer.amax is not None:
+            # The scales of what is all zero would be 0, and its values 0 / 0.
+            quantizer.amax = torch.where(quantizer.amax == 0, torch.ones_like(quantizer.amax), quantizer.amax)
+    # transformers has no multi-token prediction and drops its tensors.
+    model._mtp_layer_prefixes = ["mtp"] if source.has_mtp else []
+    more = {name: source.stored(name).clone() for name in source.names if name.startswith("mtp.")}
+    with torch.inference_mode():
+        export_hf_checkpoint(model, export_dir=folder, extra_state_dict=more)
+
+
+def calibrated(
+    checkpoint: str | Path,
+    source: Weights,
+    recipe: str,
+    rows: torch.Tensor,
+    calibration: Calibration,
+    progress: Progress,
+    dtype: str | None = None,
+):
+    """The model of `checkpoint`, whose tensors are `source`, in transformers, with quantisers that simulate what the
+    recipe does. On a GPU where there is one. dtype: None: the checkpoint's."""
+    import modelopt.torch.quantization as mtq
     from transformers import AutoModelForCausalLM
 
     on_gpu = {"device_map": "auto"} if torch.cuda.is_available() else {}
     config = ModelConfig.read(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, config.dtype), **on_gpu).eval()
+    dtype = getattr(torch, dtype or config.dtype)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **on_gpu).eval()
     model.config.architectures = model.config.architectures or ["NemotronHForCausalLM"]
     _restore(model, source, config)
 
@@ -148,18 +173,9 @@ def _export(
         progress("calibrating", len(rows), len(rows))
 
     try:
-        model = mtq.quantize(model, _config(recipe), loop)
+        return mtq.quantize(model, _config(recipe), loop)
     except AssertionError as error:  # values that are not finite, above all
         raise QuantizationError(f"{checkpoint}: Model Optimizer refuses to calibrate: {error}") from None
-    for quantizer in model.modules():
-        if isinstance(quantizer, TensorQuantizer) and quantizer.is_enabled and quantizer.amax is not None:
-            # The scales of what is all zero would be 0, and its values 0 / 0.
-            quantizer.amax = torch.where(quantizer.amax == 0, torch.ones_like(quantizer.amax), quantizer.amax)
-    # transformers has no multi-token prediction and drops its tensors.
-    model._mtp_layer_prefixes = ["mtp"] if source.has_mtp else []
-    more = {name: source.stored(name).clone() for name in source.names if name.startswith("mtp.")}
-    with torch.inference_mode():
-        export_hf_checkpoint(model, export_dir=folder, extra_state_dict=more)
 
 
 def _restore(model, source: Weights, config: ModelConfig) -> None:
@@ -197,7 +213,7 @@ class Calibration:
                     return 0
                 for name, calibrator in _calibrators(model):
                     if name in file.keys():
-                        calibrator._calib_amax = file.get_tensor(name).to(model.device)
+                        calibrator._calib_amax = file.get_tensor(name).to(_device(model, name))
                 return int(about["rows"])
         except (FileNotFoundError, SafetensorError):
             return 0
@@ -226,6 +242,15 @@ def _calibrators(model) -> Iterator[tuple[str, Any]]:
         if isinstance(quantizer, TensorQuantizer) and quantizer.is_enabled:
             if isinstance(calibrator := getattr(quantizer, "_calibrator", None), MaxCalibrator):
                 yield name, calibrator
+
+
+def _device(model, name: str) -> torch.device:
+    """Of the layer that the quantiser `name` belongs to: several GPUs share a model that one cannot hold."""
+    parameter = None
+    while parameter is None:
+        name = name.rpartition(".")[0]
+        parameter = next(model.get_submodule(name).parameters(), None)
+    return parameter.device
 
 
 def repaired(lists: Any) -> Any:

@@ -219,7 +219,8 @@ def test_interrupted_calibration_continues(tmp_path, monkeypatch):
         assert (tmp_path / "made" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     packed = write_family(tmp_path / "packed", "nano-30b-a3b", quantized=True, **SHORT)
     dense = write_family(tmp_path / "dense", "nano-4b", num_hidden_layers=3, hybrid_override_pattern="M-M")
     for checkpoint, recipe, kind, message in (

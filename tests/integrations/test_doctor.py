@@ -2,6 +2,7 @@
 """The doctor sees what is wrong: a package that broke the contract, an op whose numbers are off."""
 
 import ast
+import enum
 import importlib.util
 import json
 import re
@@ -11,7 +12,7 @@ import types
 import pytest
 
 from trtllm_replayssm import cli, ops, self_test
-from trtllm_replayssm.integrations.trtllm_build import contract
+from trtllm_replayssm.integrations.trtllm_build import contract, doctor
 
 OURS = "trtllm_replayssm.integrations.trtllm_build"
 
@@ -91,6 +92,36 @@ def test_functions_and_names_that_differ(monkeypatch, name, given, why):
     monkeypatch.setitem(sys.modules, "tensorrt_llm.functional", module)
     monkeypatch.setattr(contract, "CONTRACT", {"modules": [entry(name)]})
     assert contract.violations() == [{"name": f"tensorrt_llm.functional.{name}", "good": not why, "why": why}]
+
+
+@pytest.mark.parametrize(
+    "python, cpp, agree",
+    [
+        ({"gelu": 0, "relu": 1, "identity": 6}, {"Relu": 3, "Relu2": 8}, False),  # releases before experts had relu²
+        ({"relu": 3, "relu2": 8}, {"Relu": 3, "Relu2": 8}, True),
+        ({"squared-relu": 8}, {"Relu2": 8}, True),
+        ({"relu2": 7}, {"Relu2": 8}, False),
+        ({"relu2": 7}, None, False),
+    ],
+)
+def test_experts_with_relu2(monkeypatch, python, cpp, agree):
+    """Only where the number that Python gives the plugin is the one of C++."""
+    for name, attribute, value in (
+        ("tensorrt_llm.layers.moe", "activation_str_to_int_map", python),
+        ("tensorrt_llm._torch.utils", "ActivationType", cpp and enum.IntEnum("ActivationType", cpp)),
+    ):
+        for parent in (name.rpartition(".")[0], "tensorrt_llm"):
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        if value is not None:
+            setattr(sys.modules[name], attribute, value)
+    report = doctor._relu2_experts()
+    assert report["agree"] == agree
+    assert report["tensorrt_llm.layers.moe.activation_str_to_int_map"] == {
+        key: value for key, value in python.items() if "relu" in key and key != "relu"
+    }
+    if cpp is None:
+        assert "AttributeError" in report["tensorrt_llm._torch.utils.ActivationType"]
 
 
 def test_the_model_class_uses_nothing_beyond_the_contract():

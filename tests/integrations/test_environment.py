@@ -2,6 +2,7 @@
 """The base package in TensorRT-LLM's environment, which pins old versions, and on hosts that are no x86."""
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -44,17 +45,38 @@ def base_output(path=None):
     return child.stdout
 
 
+PIP = [
+    sys.executable,
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--constraint",
+    str(CONSTRAINTS),
+]
+
+
 def test_the_base_package_needs_numpy_alone():
     needed = importlib.metadata.requires("trtllm-replayssm")
     assert [line for line in needed if "extra ==" not in line] == ["numpy>=1.26"]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="numpy 1.26 has no wheels for Python 3.13 and later")
+def test_the_base_package_resolves_beside_tensorrt_llm(tmp_path):
+    """What pip would install of this checkout into TensorRT-LLM's environment: the package and the pinned numpy."""
+    report = tmp_path / "report.json"
+    dry = ["--dry-run", "--ignore-installed", "--no-build-isolation", "--report", str(report), str(ROOT)]
+    subprocess.run([*PIP, *dry], check=True, timeout=240)
+    chosen = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
+    assert chosen.keys() == {"trtllm-replayssm", "numpy"} and chosen["numpy"].startswith("1.26.")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="numpy 1.26 has no wheels for Python 3.13 and later")
 def test_it_is_the_same_under_the_numpy_that_tensorrt_llm_pins(tmp_path):
     """pip resolves the base requirements under TensorRT-LLM's constraints; what it takes gives the same output, to the
     bit, as the numpy of this environment."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(tmp_path)]
-    subprocess.run([*pip, "--constraint", str(CONSTRAINTS), "numpy>=1.26"], check=True, timeout=240)
+    subprocess.run([*PIP, "--target", str(tmp_path), "numpy>=1.26"], check=True, timeout=240)
     (found,) = tmp_path.glob("numpy-*.dist-info")
     assert found.name.startswith("numpy-1.26.") and np.__version__ >= "2"
     assert base_output(tmp_path) == base_output() != ""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
+from trtllm_replayssm import _core
 from trtllm_replayssm.runtime import Engine, SamplingParams
 from trtllm_replayssm.runtime.model_config import CheckpointError, ModelConfig
 from trtllm_replayssm.runtime.tensor_parallel import TensorParallel
@@ -22,29 +23,47 @@ TOKENS = list(range(5, 85))
 BIASED = SMALL | {"use_bias": True, "mlp_bias": True}
 
 
-def outcome(checkpoint, group=None, **options):
-    engine = Engine(checkpoint, device="cpu", dtype="float32", window=9, tensor_parallel=group, **options)
+def outcome(checkpoint, device, group=None, **options):
+    options = {"cuda_graphs": False} | options
+    engine = Engine(checkpoint, device=device, dtype="float32", window=9, tensor_parallel=group, **options)
     tokens = [sequence.tokens for sequence in engine.generate(TEXTS, PARAMS)]
-    return {"logits": engine.logits(TOKENS), "tokens": tokens, "memory": engine.memory_per_request("replay")}
+    return {"logits": engine.logits(TOKENS).cpu(), "tokens": tokens, "memory": engine.memory_per_request("replay")}
 
 
-def on_rank(rank, folder, runs):
+def on_rank(rank, folder, device, runs):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    results = [outcome(checkpoint, dist.group.WORLD, **options) for checkpoint, options in runs]
+    if device == "cuda":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    results = [outcome(checkpoint, device, dist.group.WORLD, **options) for checkpoint, options in runs]
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_ranks_give_what_one_gives(tmp_path):
-    """The shipped checkpoint, token by token and with its MTP head's drafts; one with biases, whose texts are noise."""
+TWO_GPUS = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            torch.cuda.device_count() < 2 or not _core.has_cuda(), reason="needs two GPUs and the CUDA ops"
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", TWO_GPUS])
+def test_two_ranks_give_what_one_gives(tmp_path, device):
+    """The shipped checkpoint, token by token and with its MTP head's drafts; one with biases, whose texts are noise.
+    Over gloo on CPUs, over NCCL on GPUs."""
     biased = write_checkpoint(tmp_path / "biased", BIASED)
     runs = [(TINY, {}), (TINY, {"speculation": "mtp", "draft_tokens": 3}), (biased, {"mode": "conventional"})]
-    spawn(on_rank, (str(tmp_path), runs), nprocs=2)
+    spawn(on_rank, (str(tmp_path), device, runs), nprocs=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     for (checkpoint, options), mine, other in zip(runs, first, second, strict=True):
         assert torch.equal(mine["logits"], other["logits"]) and mine["tokens"] == other["tokens"]
-        alone = outcome(checkpoint, **options)
+        alone = outcome(checkpoint, device, **options)
         assert (mine["logits"] - alone["logits"]).abs().max() <= 1e-3
         assert mine["memory"] < 0.6 * alone["memory"]
         if checkpoint == TINY:

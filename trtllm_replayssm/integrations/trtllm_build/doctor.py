@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 
 from ... import __version__, _core, plugins
 from ..trtllm_serve import probe
@@ -45,17 +46,24 @@ def _tensorrt_llm() -> dict:
 
 
 def _relu2_experts() -> dict:
-    """The number of relu² among activations of experts, in Python and in C++'s bindings. Experts are refused unless
-    both are there and the same; this only tells."""
-    found = {}
-    for module, name in (("tensorrt_llm.layers.moe", "ACTIVATION_TO_ID"), ("tensorrt_llm.bindings", "ActivationType")):
+    """Whether experts could have relu²: its number in the tables of activations that the contract names, and whether
+    they "agree". The model class has no experts: a package where they agree is the first for which it could get them.
+    """
+    experts, found, numbers = CONTRACT["experts"], {}, []
+    for table in experts["tables"]:
+        name = f"{table['module']}.{table['name']}"
         try:
-            values = getattr(importlib.import_module(module), name)
-            members = dict(getattr(values, "__members__", values))
-            found[f"{module}.{name}"] = {str(key): int(value) for key, value in members.items() if "elu2" in str(key)}
+            given = getattr(importlib.import_module(table["module"]), table["name"])
+            members = {str(key): int(value) for key, value in dict(getattr(given, "__members__", given)).items()}
+            named = {
+                key: value for key, value in members.items() if re.sub("[^a-z0-9]", "", key.lower()) in experts["names"]
+            }
+            found[name] = named
+            numbers.append(set(named.values()))
         except Exception as error:  # whatever the package lacks
-            found[f"{module}.{name}"] = f"{type(error).__name__}: {error}"
-    return found
+            found[name] = f"{type(error).__name__}: {error}"
+            numbers.append(set())
+    return {"agree": len(numbers[0]) == 1 and all(number == numbers[0] for number in numbers), **found}
 
 
 def _trtllm_serve() -> dict:
