@@ -85,9 +85,9 @@ def _run_clients(address: str, numbers: range, each: int, tokens: int) -> tuple[
 def load(address: str, clients: int, tokens: int, processes: int) -> dict:
     """Runs all clients to their ends."""
     each = max(REQUESTS // clients, 1) if clients > 1 else REQUESTS // 8
-    spawn = multiprocessing.get_context("spawn")
-    start = spawn.Barrier(processes + 1)
-    with spawn.Pool(processes, _share, (start,)) as pool:
+    context = multiprocessing.get_context("forkserver")  # which imports all this once
+    start = context.Barrier(processes + 1)
+    with context.Pool(processes, _share, (start,)) as pool:
         shares = [(address, range(first, clients, processes), each, tokens) for first in range(processes)]
         running = pool.starmap_async(_run_clients, shares, chunksize=1)
         start.wait(CONNECTED_WITHIN)
