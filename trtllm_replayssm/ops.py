@@ -120,7 +120,8 @@ def prefill(
     """Outputs of prompt chunks of any length, and the state after them, written to the checkpoint.
 
     Continues each slot from checkpoint and records; afterwards the slot has no records. Its tokens can't be rejected:
-    commit takes all of them. Arguments, result and formulas as for `step`.
+    commit takes all of them. With an fp32 checkpoint, a prompt that is cut between calls at multiples of 32 tokens
+    keeps its bits; elsewhere a cut may change them by rounding. Arguments, result and formulas as for `step`.
     """
     return _scan(_ops.prefill, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
 

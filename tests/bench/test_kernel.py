@@ -9,7 +9,7 @@ import torch
 from trtllm_replayssm import SlotLayout
 from trtllm_replayssm.bench import kernel, peers
 from trtllm_replayssm.bench.kernel import Case, KernelBench, parse_geometry
-from trtllm_replayssm.bench.peers import Peer, TritonPeer, _Relaunched
+from trtllm_replayssm.bench.peers import FlashInferReplay, Peer, TritonPeer, VllmReplay, _Relaunched
 from trtllm_replayssm.cli import main
 
 GEOMETRY = "4x16x2x64"
@@ -192,6 +192,54 @@ def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "vllm", wrong)
     records, errors = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json", code=1)
     assert records == [] and "its outputs are off the recurrence by 0.1" in errors
+
+
+class ReferenceReplay(Reference):
+    """The same, which writes the state that counts once a window."""
+
+    longest_window = 16
+
+    def memory(self, *arguments):
+        memory = super().memory(*arguments)
+        return memory | {"checkpoint": torch.zeros_like(memory["state"])}
+
+    cursors, flushing, advance = VllmReplay.cursors, VllmReplay.flushing, VllmReplay.advance
+
+    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, checkpoint, write_pos, is_flush):
+        y = super().call(state, x, dt, A, B, C, D, dt_bias, setting)
+        checkpoint.copy_(torch.where(is_flush[:, None, None, None], state, checkpoint))
+        return y
+
+
+def test_peers_that_replay_flush_as_often_as_ours(bench, monkeypatch):
+    """And are set against the bytes that ours moves."""
+    peer = ReferenceReplay("no-such-package", "torch")
+    monkeypatch.setitem(peers.PEERS, "vllm_replay", peer)
+    arguments = (*SMALL, "--batches", 3, "--modes", "replay", "peer:vllm_replay", "--json")
+    ours, theirs = bench(*arguments)[0]
+    for field in ("flushes_per_step", "bytes_read_per_step", "bytes_written_per_step"):
+        assert theirs[field] == pytest.approx(ours[field], abs=1), field
+    peer.advance = lambda cursors, window: VllmReplay.advance(peer, cursors, window // 2)
+    (record,), errors = bench(*arguments, code=1)
+    assert record["mode"] == "replay" and "flushes a step were counted, the renewal value is 0.1875" in errors
+    assert "takes windows up to 16, got 17" in bench(*arguments[:-1], "--windows", 17, code=2)[1]
+
+
+@pytest.mark.parametrize("kind, delay", [(VllmReplay, 3), (FlashInferReplay, 4)])
+def test_rows_of_replaying_peers_flush_once_a_window(kind, delay):
+    """At the token that fills the window, or the one after."""
+    peer = kind("no-such-package", "torch")
+    cursors, seen = peer.cursors(torch.arange(4, dtype=torch.int32), 4), []
+    for _ in range(12):
+        seen.append(peer.flushing(cursors, 4).tolist())
+        peer.advance(cursors, 4)
+    assert seen == [
+        [token >= delay - row and (token - delay + row) % 4 == 0 for row in range(4)] for token in range(12)
+    ]
+    if (
+        kind is FlashInferReplay
+    ):  # three flushes moved the ring of 5 rows by 4 each, but for the row not yet at its third
+        assert cursors["ring_start"].tolist() == [(4 * 2) % 5, *[(4 * 3) % 5] * 3]
 
 
 def test_launch_settings_replace_those_of_the_library():

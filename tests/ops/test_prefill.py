@@ -109,13 +109,26 @@ def test_chunked_mixer_is_one_shot_bit_for_bit(device):
         assert all(same_bits(a, b) for a, b in zip(result, reference, strict=True)), chunk
 
 
+@pytest.mark.parametrize("first, second", [(32, 71), (64, 39), (96, 7)])
+def test_a_cut_at_a_multiple_of_32_keeps_the_bits(device, first, second):
+    """Where the tensor cores take a prompt in chunks of 32 tokens: elsewhere a cut keeps it to rounding."""
+    weights = Weights.random(SUPER_TP8, device)
+    tokens = random_tokens(SUPER_TP8, torch.bfloat16, 103, device)
+    pool = StatePool(SUPER_TP8, ReplayConfig(window=WINDOW, max_step_tokens=2), 2, 1, device)
+    pool.reset([0, 1])
+    outputs = [fold(pool, slot, tokens, weights, chunks) for slot, chunks in ((0, [103]), (1, [first, second]))]
+    assert same_bits(*outputs)
+    assert same_bits(pool.data[0, 0], pool.data[0, 1])
+
+
+@pytest.mark.parametrize("geometry, activation", [(SMALL, "fp32"), (NANO_TP8, "bf16")])
 @pytest.mark.parametrize("history", [0, 1, 5, WINDOW])
-def test_prefill_continues_from_records(device, history):
+def test_prefill_continues_from_records(device, history, geometry, activation):
     """A chunk after `history` stepped tokens (another turn of a chat), then steps again."""
-    pool = StatePool(SMALL, ReplayConfig(window=WINDOW, max_step_tokens=2, activation="fp32"), 1, 1, device)
+    pool = StatePool(geometry, ReplayConfig(window=WINDOW, max_step_tokens=2, activation=activation), 1, 1, device)
     pool.data.fill_(0xFF)
-    weights = Weights.random(SMALL, device)
-    tokens = random_tokens(SMALL, torch.float32, 9 + history + 13 + 20, device)
+    weights = Weights.random(geometry, device)
+    tokens = random_tokens(geometry, pool.activation, 9 + history + 13 + 20, device)
     pool.reset(0)
     pieces = [(9, ops.prefill), *[(1, ops.step)] * history, (13, ops.prefill), *[(1, ops.step)] * 20]
     outputs, first = [], 0
@@ -124,10 +137,32 @@ def test_prefill_continues_from_records(device, history):
         outputs.append(op(pool, 0, plan, *tokens.span(first, first + count), *weights))
         pool.commit(plan)
         first += count
-    expected = recur(zero_state(SMALL), tokens, weights)[0]
-    conventional = recur(zero_state(SMALL), tokens, weights, dtype=np.float32)[0]
+    expected = recur(zero_state(geometry), tokens, weights)[0]
+    conventional = recur(zero_state(geometry), tokens, weights, dtype=np.float32)[0]
     assert_accurate(torch.cat(outputs), expected, conventional)
     assert pool.cursors().tokens.tolist() == [len(tokens.x)]
+
+
+@pytest.mark.parametrize("name", ["x", "B", "C", "dt"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_does_not_touch_those_before_it(device, name, value):
+    weights = Weights.random(SUPER_TP8, device)
+    tokens = random_tokens(SUPER_TP8, torch.bfloat16, 40, device)
+    poisoned = tokens._replace(**{name: getattr(tokens, name).clone()})
+    getattr(poisoned, name)[21].view(-1)[5] = value
+    pool = StatePool(SUPER_TP8, ReplayConfig(window=WINDOW), 2, 1, device)
+    pool.reset([0, 1])
+    outputs = []
+    for slot, given in ((0, tokens), (1, poisoned)):
+        plan = pool.plan(slot, 40)
+        outputs.append(ops.prefill(pool, 0, plan, *given, *weights))
+    fine, bad = outputs
+    assert same_bits(bad[:21], fine[:21])
+    assert not bad[21].isfinite().all() and fine.isfinite().all()
+    if name == "x":  # one row of one head
+        others = torch.ones(16, 64, dtype=torch.bool)
+        others[0, 5] = False
+        assert same_bits(bad[:, others], fine[:, others])
 
 
 def test_prefill_continues_after_a_rejection(device):

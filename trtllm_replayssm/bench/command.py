@@ -51,8 +51,9 @@ def add_commands(commands) -> None:
         "--modes",
         nargs="+",
         metavar="MODE",
-        help="replay, conventional, conventional_verify, peer:mamba_ssm, peer:vllm, peer:flashinfer; default: replay, "
-        "and of the others those that take the tokens and formats; a peer only where it is installed",
+        help="replay, conventional, conventional_verify, peer:mamba_ssm, peer:vllm, peer:flashinfer, peer:vllm_replay, "
+        "peer:flashinfer_replay; default: replay, and of the others those that take the tokens, formats and windows; a "
+        "peer only where it is installed",
     )
     kernel.add_argument("--no-flush", action="store_true", help="steps of mode replay that never commit nor flush")
     kernel.add_argument(
@@ -289,7 +290,10 @@ def _kernel_cases(options) -> list:
         checkpoint, copy = _formats(formats)
         for mode in options.modes or known:
             plain = checkpoint in CONVENTIONAL_CHECKPOINTS and copy == "none" and not options.no_flush
-            fits = mode == "replay" or (plain and takes_one_token(mode) == (tokens == 1))
+            longest = PEERS[mode.removeprefix("peer:")].longest_window if mode.startswith("peer:") else 0
+            fits = mode == "replay" or (
+                plain and takes_one_token(mode) == (tokens == 1) and (not longest or window <= longest)
+            )
             if mode in missing or (not options.modes and not fits):
                 continue
             case = Case(geometry, batch, tokens, mode, checkpoint, copy, window, not options.no_flush)

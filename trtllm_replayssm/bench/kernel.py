@@ -21,7 +21,7 @@ import torch
 from .. import MambaGeometry, ReplayConfig, SlotLayout, StatePool, ops
 from ..operators import ACTIVATIONS
 from .clock import bandwidths, repeatable, seconds, spread
-from .peers import PEERS
+from .peers import PEERS, Peer
 from .records import InvalidRun
 from .renewal import TOLERANCE, flushes_per_row_and_step, steps_to_count
 
@@ -82,6 +82,8 @@ class Case:
                     f"mode {self.mode} takes {', '.join(CONVENTIONAL_CHECKPOINTS)} checkpoints without a read copy, "
                     f"got {self.checkpoint}:{self.read_copy}"
                 )
+            if self.replays and self.window > self.peer.longest_window:
+                raise ValueError(f"mode {self.mode} takes windows up to {self.peer.longest_window}, got {self.window}")
 
     @property
     def sizes(self) -> MambaGeometry:
@@ -92,9 +94,17 @@ class Case:
         return ReplayConfig(self.window, self.tokens, self.checkpoint, self.read_copy, "bf16")
 
     @property
+    def peer(self) -> Peer | None:
+        return PEERS[self.mode.removeprefix("peer:")] if self.mode.startswith("peer:") else None
+
+    @property
+    def replays(self) -> bool:
+        return self.mode == "replay" or (self.peer is not None and self.peer.longest_window > 0)
+
+    @property
     def expected_flushes(self) -> float:
         """Flushes a step by the renewal equation."""
-        if self.mode != "replay" or not self.flushes:
+        if not self.replays or not self.flushes:
             return 0.0
         return self.batch * flushes_per_row_and_step(self.window, self.tokens)
 
@@ -220,27 +230,30 @@ class DecodeLoop:
 
 
 class PeerLoop:
-    """Another library's state update over as many layers, tuned over its launch settings."""
+    """Another library's step over as many layers, tuned over its launch settings."""
 
     def __init__(self, case: Case, device: torch.device):
-        self.case, self.device = case, device
-        geometry = case.sizes
-        shape = (case.batch, geometry.num_heads, geometry.head_dim, geometry.state_dim)
-        dtype = ACTIVATIONS[case.checkpoint]
-        state_bytes = torch.Size(shape).numel() * dtype.itemsize
-        self.num_layers = layers_for_cold_cache(state_bytes // case.batch, case.batch, device)
-        self.states = torch.zeros((self.num_layers, *shape), dtype=dtype, device=device)
-        self.inputs = [layer_inputs(geometry, case.batch, seed, device) for seed in range(self.num_layers)]
-        for inputs in self.inputs:
+        self.case, self.device, self.peer = case, device, case.peer
+        layout = SlotLayout(case.sizes, case.config)
+        self.state_bytes = case.batch * layout.sections["checkpoint"].bytes
+        self.record_bytes = case.batch * layout.record_bytes if self.peer.longest_window else 0
+        self.num_layers = layers_for_cold_cache(self.state_bytes // case.batch, case.batch, device)
+        self.memories = [
+            self.peer.memory(case.batch, case.sizes, case.window, ACTIVATIONS[case.checkpoint], device)
+            for _ in range(self.num_layers)
+        ]
+        self.inputs = [layer_inputs(case.sizes, case.batch, seed, device) for seed in range(self.num_layers)]
+        for layer, inputs in enumerate(self.inputs):
             inputs["A"] = -torch.exp(inputs.pop("A_log"))
-        self.peer = PEERS[case.mode.removeprefix("peer:")]
-        self.moved = state_bytes
+            self.inputs[layer] = self.peer.prepare(inputs)
+        self._check()
+        rows = torch.arange(case.batch, dtype=torch.int32, device=device)
+        self.cursors = self.peer.cursors(rows % case.window, case.window)
 
     def measure(self, steps: int, repeats: int) -> dict:
-        """Figures of a record at the fastest of the peer's settings. InvalidRun: its outputs are not those of the
-        recurrence.
-        """
-        self._check()
+        """Figures of a record at the fastest of the peer's settings."""
+        flushes = self._count_flushes()
+        check_flushes(flushes, self.case.expected_flushes)
         best = None
         for setting in self.peer.settings:
             step = repeatable(lambda chosen=setting: self._step(chosen), self.device)
@@ -250,30 +263,57 @@ class PeerLoop:
                 best = took, setting, step
         _, setting, step = best
         times = [seconds(step, steps, self.device) * 1e6 / self.num_layers for _ in range(repeats)]
+        window, replays = self.case.window, self.peer.longest_window > 0
         return {
             **spread(times),
             "layers": self.num_layers,
             "setting": setting,
             "peer_version": self.peer.version(),
             "accepted_per_row_and_step": 1.0,
-            "flushes_per_step": 0.0,
-            "bytes_read_per_step": self.moved,
-            "bytes_written_per_step": self.moved,
+            "flushes_per_step": flushes,
+            # Of ReplaySSM what ours moves: a row has 1 to `window` records before its next flush.
+            "bytes_read_per_step": self.state_bytes + self.record_bytes * (window + 1) // 2,
+            "bytes_written_per_step": self.state_bytes // (window if replays else 1) + self.record_bytes,
         }
 
     def _step(self, setting: dict) -> None:
-        for state, inputs in zip(self.states, self.inputs, strict=True):
-            self.peer.update(state, **inputs, setting=setting)
+        for memory, inputs in zip(self.memories, self.inputs, strict=True):
+            self.peer.update(memory | self.cursors, **inputs, setting=setting)
+        self.peer.advance(self.cursors, self.case.window)
+
+    def _count_flushes(self) -> float:
+        """Flushes a step, of a window's steps after each row's first flush."""
+        if not self.peer.longest_window:
+            return 0.0
+        counted = 0
+        for token in range(2 * self.case.window):
+            if token >= self.case.window:
+                counted += int(self.peer.flushing(self.cursors, self.case.window).sum())
+            self._step(self.peer.settings[0])
+        return counted / self.case.window
 
     def _check(self) -> None:
-        """The first output from a state of zeros: y = (delta (B·C) + D) x."""
-        given = self.inputs[0]
-        out = self.peer.update(self.states[0], **given, setting=self.peer.settings[0])
-        delta = torch.nn.functional.softplus(given["dt"].float() + given["dt_bias"])
+        """InvalidRun unless outputs from a state of zeros are the recurrence's, here of the same token again and again:
+        the last of n + 1 is y = ((1 + a + … + a^n) delta (B·C) + D) x, a = exp(A delta). Of ReplaySSM it is the second
+        after a flush.
+        """
+        given, memory = self.inputs[0], self.memories[0]
+        tokens = self.case.window + 2 if self.peer.longest_window else 2
+        cursors = self.peer.cursors(
+            torch.zeros(self.case.batch, dtype=torch.int32, device=self.device), self.case.window
+        )
+        for _ in range(tokens):
+            out = self.peer.update(memory | cursors, **given, setting=self.peer.settings[0])
+            self.peer.advance(cursors, self.case.window)
+        delta = torch.nn.functional.softplus(given["dt"].float() + given["dt_bias"].float())
+        decay = torch.exp(given["A"] * delta)
+        delta = delta * sum(decay**n for n in range(tokens))
         sharing = self.case.sizes.num_heads // self.case.sizes.num_groups
         similarity = (given["B"].float() * given["C"].float()).sum(-1).repeat_interleave(sharing, 1)
-        expected = (delta * similarity + given["D"])[..., None] * given["x"].float()
+        expected = (delta * similarity + given["D"].float())[..., None] * given["x"].float()
         error = float((out.float() - expected).norm() / expected.norm())
+        for tensor in memory.values():
+            tensor.zero_()
         if not error < 1e-2:
             raise InvalidRun(f"{self.case.mode}: its outputs are off the recurrence by {error:.3g}")
 
@@ -300,7 +340,7 @@ class KernelBench:
     def measure(self, case: Case) -> dict:
         """The other fields."""
         steps = case.steps(self.steps)
-        if case.mode.startswith("peer:"):
+        if case.peer:
             figures = PeerLoop(case, self.device).measure(steps, self.repeats)
         else:
             figures = DecodeLoop(case, steps * self.repeats, self.device).measure(steps, self.repeats)

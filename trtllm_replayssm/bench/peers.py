@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State updates of other libraries, where they are installed, behind one call.
+"""Steps of other libraries, conventional and ReplaySSM, where they are installed, behind one call.
 
-A peer's `update` takes a layer's inputs and writes the state in place; its `settings` are the launch
-parameters that it is tuned over. A peer that is not installed says so; nothing stands in for it.
+A peer's `update` takes a layer's inputs and updates its memory in place; its `settings` are the launch parameters that
+it is tuned over. A peer that is not installed says so; nothing stands in for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
+
+from .. import MambaGeometry
 
 
 class Library:
@@ -47,11 +49,36 @@ class Library:
 
 
 class Peer(Library, ABC):
-    """A library's single-token state update. The first of its settings is the library's own choice."""
+    """A library's single-token step of a layer. The first of its settings is the library's own choice.
+
+    longest_window: 0, or of a library's ReplaySSM, which keeps records and writes the state once a window.
+    """
+
+    longest_window = 0
+
+    def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs of a layer as the library wants them, once."""
+        return inputs
+
+    def memory(self, batch: int, geometry: MambaGeometry, window: int, dtype: torch.dtype, device) -> dict:
+        """What a layer keeps, zeros: "state" [batch,H,P,N], and records."""
+        shape = (batch, geometry.num_heads, geometry.head_dim, geometry.state_dim)
+        return {"state": torch.zeros(shape, dtype=dtype, device=device)}
+
+    def cursors(self, records: torch.Tensor, window: int) -> dict:
+        """What the layers share, of rows that hold so many records, int32 [batch]."""
+        return {}
+
+    def flushing(self, cursors: dict, window: int) -> torch.Tensor:
+        """Which rows write their state at the next token, bool [batch]."""
+        raise NotImplementedError
+
+    def advance(self, cursors: dict, window: int) -> None:
+        """After a token of every layer: on the device, inside the graph."""
 
     def update(
         self,
-        state: torch.Tensor,
+        memory: dict,
         x: torch.Tensor,
         B: torch.Tensor,
         C: torch.Tensor,
@@ -61,25 +88,25 @@ class Peer(Library, ABC):
         dt_bias: torch.Tensor,
         setting: dict,
     ) -> torch.Tensor:
-        """One token a row. state [batch,H,P,N], updated in place; A = -exp(A_log) fp32 [H]; the others as for
-        `ops.step` -> y [batch,H,P].
+        """One token a row. memory: a layer's and the cursors, updated in place; A = -exp(A_log) fp32 [H]; the others as
+        for `ops.step` -> y [batch,H,P].
         """
-        heads, head_dim, state_dim = state.shape[1:]
+        heads, head_dim, state_dim = memory["state"].shape[1:]
         # These libraries take views of stride 0 along head_dim and state_dim, and know them for what they are.
         return self.call(
-            state,
-            x,
-            dt[..., None].expand(-1, -1, head_dim),
-            A[:, None, None].expand(heads, head_dim, state_dim),
-            B,
-            C,
-            D[:, None].expand(heads, head_dim),
-            dt_bias[:, None].expand(heads, head_dim),
-            setting,
+            **memory,
+            x=x,
+            dt=dt[..., None].expand(-1, -1, head_dim),
+            A=A[:, None, None].expand(heads, head_dim, state_dim),
+            B=B,
+            C=C,
+            D=D[:, None].expand(heads, head_dim),
+            dt_bias=dt_bias[:, None].expand(heads, head_dim),
+            setting=setting,
         )
 
     @abstractmethod
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting: dict) -> torch.Tensor:
+    def call(self, state, x, dt, A, B, C, D, dt_bias, setting: dict, **records) -> torch.Tensor:
         """The library's function."""
 
 
@@ -110,14 +137,126 @@ class TritonPeer(Peer):
 
 
 class FlashInfer(Peer):
-    """FlashInfer's CUDA kernels; the settings are its algorithms."""
+    """FlashInfer's CUDA kernels; the settings are its algorithms. It reads D and dt_bias in the dtype of dt."""
 
     settings = [{"algorithm": name} for name in ("auto", "simple", "vertical", "horizontal")]
+
+    def prepare(self, inputs):
+        return inputs | {name: inputs[name].to(inputs["dt"].dtype) for name in ("D", "dt_bias")}
 
     def call(self, state, x, dt, A, B, C, D, dt_bias, setting):
         return self.module().selective_state_update(
             state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, out=torch.empty_like(x), **setting
         )
+
+
+class VllmReplay(Peer):
+    """vLLM's Triton kernels of ReplaySSM. A row is told its position in the window and when to flush; the step that
+    flushes folds its own token too.
+    """
+
+    longest_window = 64
+    settings = [
+        {},
+        *({"config": [rows, warps, 64, 128, 2]} for rows, warps in itertools.product((16, 32, 64), (1, 2, 4))),
+    ]
+
+    def memory(self, batch, geometry, window, dtype, device):
+        heads, groups = geometry.num_heads, geometry.num_groups
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((batch, *shape), dtype=dtype, device=device)
+
+        return super().memory(batch, geometry, window, dtype, device) | {
+            "x_cache": zeros(heads, window, geometry.head_dim, dtype=torch.bfloat16),
+            "dt_cache": zeros(heads, window, dtype=torch.float32),
+            "B_cache": zeros(groups, window, geometry.state_dim, dtype=torch.bfloat16),
+            "bc_pre": zeros(groups, window, dtype=torch.float32),
+        }
+
+    def cursors(self, records, window):
+        return {"write_pos": records.clone(), "is_flush": records == window - 1}
+
+    def flushing(self, cursors, window):
+        return cursors["is_flush"]
+
+    def advance(self, cursors, window):
+        cursors["write_pos"].add_(1).remainder_(window)
+        torch.eq(cursors["write_pos"], window - 1, out=cursors["is_flush"])
+
+    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, **records):
+        # The dict that the library keeps for sweeps of its launch parameters.
+        config = importlib.import_module(self._module.rpartition(".")[0] + ".replayssm_config")
+        config._overrides.clear()
+        if setting:
+            config._overrides["mamba2_output_only"] = tuple(setting["config"])
+        return self.module().selective_state_update_replayssm_output_only(
+            state,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            dt_bias,
+            dt_softplus=True,
+            max_cache_len=records["x_cache"].shape[2],
+            out=torch.empty_like(x),
+            **records,
+        )
+
+
+class FlashInferReplay(Peer):
+    """FlashInfer's CUDA kernels of ReplaySSM: a ring of a row more than the window; a row flushes by itself, before its
+    token, when the window is full.
+    """
+
+    longest_window = 16
+    settings = [{"algorithm": name} for name in ("auto", "monolith", "two-kernel")]
+
+    def memory(self, batch, geometry, window, dtype, device):
+        heads, rows = geometry.num_heads, window + 1
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((batch, *shape), dtype=dtype, device=device)
+
+        scratch = self.module().allocate_checkpointing_ssu_scratch(batch, heads, 1, window, torch.bfloat16, device)
+        return super().memory(batch, geometry, window, dtype, device) | {
+            "x_cache": zeros(heads, rows, geometry.head_dim, dtype=torch.bfloat16),
+            "B_cache": zeros(geometry.num_groups, rows, geometry.state_dim, dtype=torch.bfloat16),
+            "dt_cache": zeros(heads, rows, dtype=torch.float32),
+            **dict(zip(("cb_scaled", "cumAdt_vec", "cb_old"), scratch, strict=True)),
+        }
+
+    def cursors(self, records, window):
+        return {"ring_start": torch.zeros_like(records), "prev_num_accepted_tokens": records.clone()}
+
+    def flushing(self, cursors, window):
+        return cursors["prev_num_accepted_tokens"] >= window
+
+    def advance(self, cursors, window):
+        held, full = cursors["prev_num_accepted_tokens"], self.flushing(cursors, window)
+        cursors["ring_start"].add_(held * full).remainder_(window + 1)
+        held.copy_(torch.where(full, 1, held + 1))
+
+    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, **records):
+        x, dt, B, C = (tensor[:, None] for tensor in (x, dt, B, C))  # a token a row
+        out = torch.empty_like(x)
+        self.module().checkpointing_ssu(
+            state,
+            x=x,
+            dt=dt,
+            A=A,
+            B=B,
+            C=C,
+            out=out,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            **records,
+            **setting,
+        )
+        return out[:, 0]
 
 
 @contextmanager
@@ -156,4 +295,8 @@ PEERS: dict[str, Peer] = {
     "mamba_ssm": TritonPeer("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", gives_out=True),
     "vllm": TritonPeer("vllm", "vllm.model_executor.layers.mamba.ops.mamba_ssm", gives_out=False),
     "flashinfer": FlashInfer("flashinfer-python", "flashinfer.mamba"),
+    "vllm_replay": VllmReplay(
+        "vllm", "vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only"
+    ),
+    "flashinfer_replay": FlashInferReplay("flashinfer-python", "flashinfer.mamba"),
 }

@@ -57,7 +57,7 @@ def draw_kernel(records: list[dict]) -> bytes:
 def kernel_line(record: dict) -> str:
     """What a record of `bench kernel` has besides geometry and batch, in words."""
     name = f"{record['mode']}, T = {record['tokens']}, {record['checkpoint']}:{record['read_copy']}"
-    if record["mode"] == "replay":
+    if record["mode"].endswith("replay"):
         name += f", L = {record['window']}"
     return name if record["flushes"] else name + ", no flush"
 

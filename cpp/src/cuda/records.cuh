@@ -255,5 +255,12 @@ inline bool has_fused_step_read(const Problem& problem) {
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
 cudaError_t load_step_read_kernels();
 
+// ---- prefill on tensor cores (prefill_mma.cu) ----------------------------------------------------------------------
+
+// Whether this kernel takes the pool's prompts.
+bool has_prefill_mma(const Problem& problem);
+replayssm_status prefill_mma(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
+cudaError_t load_prefill_mma_kernels();
+
 }  // namespace cuda
 }  // namespace replayssm

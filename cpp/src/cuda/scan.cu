@@ -4,11 +4,12 @@
 //
 //     S_t = exp(a_t) S_{t-1} + delta_t x_t (outer) B_t,      y_t = S_t C_t + D x_t.
 //
-// prefill. Rows of the state are independent given (delta, x, B, C): a CTA owns a head and walks the chunk's tokens
-// with the state in registers (2 rows by N/8 columns a thread). Tokens come in tiles of 8 through two shared buffers:
-// while a tile is computed on, the next one is on its way into registers as raw bits; it is converted to float32 once,
-// on its way into shared memory, and the CTA meets once a tile. Records that the slot still holds are folded first, on
-// the CUDA cores (records.cuh). The state is cast to the stored formats once, after the last token.
+// prefill, of what the tensor-core kernel (prefill_mma.cu) does not take. Rows of the state are independent given
+// (delta, x, B, C): a CTA owns a head and walks the chunk's tokens with the state in registers (2 rows by N/8 columns a
+// thread). Tokens come in tiles of 8 through two shared buffers: while a tile is computed on, the next one is on its
+// way into registers as raw bits; it is converted to float32 once, on its way into shared memory, and the CTA meets
+// once a tile. Records that the slot still holds are folded first, on the CUDA cores (records.cuh). The state is cast
+// to the stored formats once, after the last token.
 //
 // conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
 // (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned
@@ -401,6 +402,7 @@ replayssm_status prefill(const replayssm_exec& exec, const Problem& problem, con
                          const replayssm_scan_args& args) {
   if (rows == 0) return REPLAYSSM_OK;
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
+  if (has_prefill_mma(problem)) return prefill_mma(exec, params, rows);
   const replayssm_geometry& g = problem.geometry;
   const int64_t blocks = static_cast<int64_t>(rows) * g.num_heads;
   const int window = problem.config.window;
@@ -427,6 +429,7 @@ replayssm_status conventional_verify(const replayssm_exec& exec, const Problem& 
 cudaError_t load_scan_kernels() {
   cudaError_t error = load_kernel(prefill_kernel<64>);
   if (error == cudaSuccess) error = load_kernel(prefill_kernel<128>);
+  if (error == cudaSuccess) error = load_prefill_mma_kernels();
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int head_dim : {0, 64, 80}) {
       for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
