@@ -72,7 +72,7 @@ def measure(checkpoint: str, recipe: str, rows: Tensor, source: Tensor) -> dict:
         result["embedded"] = compared(source, embedded(made, rows), rows)
         calibration = Calibration(Path(folder) / "simulated", checkpoint, recipe, rows)
         weights = Weights(checkpoint, ModelConfig.read(checkpoint))
-        model = calibrated(checkpoint, weights, recipe, rows, calibration, lambda *_: None, "float32")
+        model = calibrated(checkpoint, weights, recipe, rows, calibration, lambda *_: None).float()
     result["simulated"] = compared(source, simulated(model, rows), rows)
     mtq.disable_quantizer(model, lambda name: "weight_quantizer" not in name)
     result["simulated_weights"] = compared(source, simulated(model, rows), rows)
