@@ -63,16 +63,25 @@ def compared(source: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 
 
 def measure(checkpoint: str, recipe: str, rows: Tensor, source: Tensor) -> dict:
+    """The record of one recipe. source: what `embedded` gives for the checkpoint."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
-        quantize(checkpoint, made, rows, recipe, state=ReplayConfig(), text="", compare=False)
+        report = quantize(checkpoint, made, rows, recipe, state=ReplayConfig(), text="", compare=False)
         seconds = time.perf_counter() - began
-        result = {"recipe": recipe, "quantize_seconds": round(seconds, 1)}
+        errors: dict[str, list[float]] = {}
+        for error in report.errors:
+            errors.setdefault(error.format, []).append(error.relative)
+        result = {
+            "recipe": recipe,
+            "quantize_seconds": round(seconds, 1),
+            "bytes": sum(report.bytes.values()),
+            "mean_relative_error_of_weights": {name: round(sum(e) / len(e), 5) for name, e in errors.items()},
+        }
         result["embedded"] = compared(source, embedded(made, rows), rows)
         calibration = Calibration(Path(folder) / "simulated", checkpoint, recipe, rows)
         weights = Weights(checkpoint, ModelConfig.read(checkpoint))
-        model = calibrated(checkpoint, weights, recipe, rows, calibration, lambda *_: None, "float32")
+        model = calibrated(checkpoint, weights, recipe, rows, calibration, lambda *_: None).float()
     result["simulated"] = compared(source, simulated(model, rows), rows)
     mtq.disable_quantizer(model, lambda name: "weight_quantizer" not in name)
     result["simulated_weights"] = compared(source, simulated(model, rows), rows)

@@ -148,17 +148,15 @@ def calibrated(
     rows: torch.Tensor,
     calibration: Calibration,
     progress: Progress,
-    dtype: str | None = None,
 ):
     """The model of `checkpoint`, whose tensors are `source`, in transformers, with quantisers that simulate what the
-    recipe does. On a GPU where there is one. dtype: None: the checkpoint's."""
+    recipe does. On a GPU where there is one."""
     import modelopt.torch.quantization as mtq
     from transformers import AutoModelForCausalLM
 
     on_gpu = {"device_map": "auto"} if torch.cuda.is_available() else {}
     config = ModelConfig.read(checkpoint)
-    dtype = getattr(torch, dtype or config.dtype)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **on_gpu).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, config.dtype), **on_gpu).eval()
     model.config.architectures = model.config.architectures or ["NemotronHForCausalLM"]
     _restore(model, source, config)
 

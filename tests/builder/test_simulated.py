@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 STATE = ReplayConfig(window=16)
+CPU = torch.device("cpu")
 EVERYTHING = Recipe("NVFP4_DEFAULT_CFG")  # q, k and v, too
 # Mean relative error of NVFP4 weights. Scales of least error are better than the largest value's.
 NVFP4_ERROR = {"nemotron3": 0.095, "nemotron3-mse": 0.0815, "nemotron3-4o6": 0.087, "aggressive": 0.095, "all": 0.095}
@@ -82,21 +83,18 @@ def test_simulation_and_export(recipe, tmp_path, monkeypatch):
 
     source = Weights(TINY, ModelConfig.read(TINY))
     calibration = Calibration(tmp_path / "simulated", TINY, recipe, rows)
-    model = calibrated(TINY, source, recipe, rows, calibration, lambda *_: None, "float32")
+    model = calibrated(TINY, source, recipe, rows, calibration, lambda *_: None).float()
     export = Weights(tmp_path / "made", ModelConfig.read(tmp_path / "made"))
     excepted = share_attention_scales(model) if recipe == "all" else []
     assert bool(excepted) == (recipe == "all")
     compared = set()
     with torch.no_grad():
         for name, weight, quantizer in simulated_weights(model):
-            read = export.read(name, torch.float32, weight.device)
-            apart = (quantizer(weight) - read).abs()
-            if export.quantized[name] == "NVFP4":
-                assert float(apart.gt(1e-6 * read.abs()).double().mean()) < 1e-4, name
-            else:  # the export divides in bf16, which makes ties: one step of E4M3
-                assert not apart.gt(0.17 * read.abs() + 2**-9 * read.abs().amax() / 448).any(), name
-                weight.copy_(read)
-                quantizer.disable()
+            format, read = export.quantized[name], export.read(name, torch.float32, weight.device)
+            check_rounding(name, format, weight, quantizer(weight), read)
+            # What lies between two values is out of the way: from here on, both have the same numbers.
+            weight.copy_(read)
+            torch.testing.assert_close(quantizer(weight), read, rtol=1e-6, atol=0, msg=name)
             compared.add(name)
         assert compared == export.quantized.keys()
         mtq.disable_quantizer(model, lambda name: "weight_quantizer" not in name)
@@ -106,21 +104,39 @@ def test_simulation_and_export(recipe, tmp_path, monkeypatch):
             assert relative_error(engine.logits(row.tolist()).cpu(), expected) < 1e-3
 
 
+def check_rounding(name, format, weight, one, other):
+    """Two quantisations of a weight are equal, but for values in the middle between two codes, of which BF16 has many.
+
+    Model Optimizer's kernels divide with errors in the last place; for FP8 it exports what was divided in BF16, which
+    costs 1 % of the error.
+    """
+    differing = float((one - other).abs().gt(1e-6 * other.abs()).double().mean())
+    assert differing < {"NVFP4": 0.01, "FP8": 0.05}[format], f"{name}: {differing}"
+    errors = [float((values - weight).double().norm()) for values in (one, other)]
+    assert errors[0] == pytest.approx(errors[1], rel={"NVFP4": 1e-3, "FP8": 0.02}[format]), name
+
+
 @pytest.mark.parametrize("recipe", ["nemotron3", "aggressive"])
 def test_the_cpu_makes_the_same(recipe, tmp_path, monkeypatch):
-    """To the bit, but for scales of activations, which a forward pass measures."""
+    """But for scales of activations, which a forward pass measures, and for last places of scales: torch divides by
+    numbers on a GPU as if it multiplied."""
     rows = read_rows(Tokenizer(TINY), [TINY / "README.md"], 8, 64)
     arguments = dict(state=STATE, text="test", compare=False)
     quantize(TINY, tmp_path / "gpu", rows, recipe, **arguments)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     quantize(TINY, tmp_path / "cpu", rows, recipe, **arguments)
-    one, other = (load_file(tmp_path / device / "model.safetensors") for device in ("gpu", "cpu"))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        if name.endswith(("input_scale", "k_scale", "v_scale")):
-            torch.testing.assert_close(tensor, other[name], rtol=0.05, atol=0)
-        else:
-            assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (tensor, other[name]))), name
+    source, one, other = (
+        Weights(folder, ModelConfig.read(folder)) for folder in (TINY, tmp_path / "gpu", tmp_path / "cpu")
+    )
+    assert one.quantized == other.quantized
+    for name, format in one.quantized.items():
+        check_rounding(name, format, *(weights.read(name, torch.float32, CPU) for weights in (source, one, other)))
+    stored = [load_file(tmp_path / device / "model.safetensors") for device in ("gpu", "cpu")]
+    assert stored[0].keys() == stored[1].keys()
+    scales = [name for name in stored[0] if name.endswith("scale") and stored[0][name].dtype == torch.float32]
+    assert len(scales) > 15
+    for name in scales:
+        torch.testing.assert_close(stored[0][name], stored[1][name], rtol=0.02, atol=0, msg=name)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
