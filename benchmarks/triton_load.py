@@ -2,7 +2,8 @@
 """Load on a real tritonserver: tokens a second and latencies with 1, 32 and 200 clients, standard and speculative.
 
 Each client streams one text after the other over a gRPC connection of its own. Clients and server share the machine's
-cores: on a CPU the ratios mean something, the figures themselves little. Run it with the Python that has
+cores: on a CPU the ratios mean something, the figures themselves little. On a larger machine they are spread over
+several processes, since the clients of one share its Python. Run it with the Python that has
 nvidia-pytriton (docs/deploy-triton.md):
 
     .venv/triton-server/bin/python benchmarks/triton_load.py --output benchmarks/results/triton-load.json
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -22,6 +24,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 from trtllm_replayssm.cli import PROMPTS
@@ -32,6 +35,7 @@ from trtllm_replayssm.integrations.triton_server.settings import Settings
 
 MODES = {"standard": {}, "mtp": {"speculation": "mtp", "draft_tokens": 3}}
 FLUSHES = 'replayssm_flushes_total{model="tensorrt_llm"}'
+CONNECTED_WITHIN = 120.0  # seconds
 REQUESTS = 192  # of all clients together, at least one each
 
 
@@ -41,14 +45,21 @@ def percentiles(values: list[float]) -> dict:
     return {f"p{part}": round(1e3 * values[min(len(values) * part // 100, len(values) - 1)], 2) for part in (50, 99)}
 
 
-def load(address: str, clients: int, tokens: int) -> dict:
-    """Runs all clients to their ends."""
-    each = max(REQUESTS // clients, 1) if clients > 1 else REQUESTS // 8
+def _share(barrier) -> None:
+    """In a new process of clients."""
+    global _start
+    _start = barrier
+
+
+def _run_clients(address: str, numbers: range, each: int, tokens: int) -> tuple[list, list, list]:
+    """In a process of clients, a thread for each number: last answers, seconds between responses and to the first."""
     answered, gaps, firsts, lock = [], [], [], threading.Lock()
-    start = threading.Barrier(clients + 1)
+    connected = threading.Barrier(len(numbers) + 1)
+    start = threading.Event()
 
     def run(number: int) -> None:
         with Client(address) as client:
+            connected.wait()
             start.wait()
             for request in range(each):
                 prompt = PROMPTS[(number + request) % len(PROMPTS)]
@@ -60,14 +71,29 @@ def load(address: str, clients: int, tokens: int) -> dict:
                     gaps.extend(later - earlier for earlier, later in zip(times, times[1:], strict=False))
                     firsts.append(times[0] - asked)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(clients)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
-    start.wait()
-    began = time.perf_counter()
+    connected.wait(CONNECTED_WITHIN)
+    _start.wait(CONNECTED_WITHIN)
+    start.set()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - began
+    return answered, gaps, firsts
+
+
+def load(address: str, clients: int, tokens: int, processes: int) -> dict:
+    """Runs all clients to their ends."""
+    each = max(REQUESTS // clients, 1) if clients > 1 else REQUESTS // 8
+    context = multiprocessing.get_context("forkserver")  # which imports all this once
+    start = context.Barrier(processes + 1)
+    with context.Pool(processes, _share, (start,)) as pool:
+        shares = [(address, range(first, clients, processes), each, tokens) for first in range(processes)]
+        running = pool.starmap_async(_run_clients, shares, chunksize=1)
+        start.wait(CONNECTED_WITHIN)
+        began = time.perf_counter()
+        answered, gaps, firsts = (list(chain(*lists)) for lists in zip(*running.get(), strict=True))
+        seconds = time.perf_counter() - began
     assert len(answered) == clients * each, f"{len(answered)} answers to {clients * each} requests"
     generated = sum(values["num_output_tokens"] for values in answered)
     steps = sum(values["num_decode_steps"] for values in answered)
@@ -77,6 +103,7 @@ def load(address: str, clients: int, tokens: int) -> dict:
     ]
     return {
         "clients": clients,
+        "client_processes": processes,
         "requests": len(answered),
         "generated_tokens": generated,
         "seconds": round(seconds, 2),
@@ -107,9 +134,10 @@ def served(options, speculation: dict):
             yield server
 
 
-def measured(server: Server, clients: int, tokens: int) -> dict:
+def measured(server: Server, clients: int, options) -> dict:
     flushes = server.metrics()[FLUSHES]
-    record = load(f"127.0.0.1:{server.address.grpc}", clients, tokens)
+    processes = min(clients, options.client_processes)
+    record = load(f"127.0.0.1:{server.address.grpc}", clients, options.tokens, processes)
     time.sleep(1.0)  # metrics follow
     return {**record, "flushes": server.metrics()[FLUSHES] - flushes}
 
@@ -120,6 +148,13 @@ def main():
     parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--dtype")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 200], metavar="N")
+    parser.add_argument(
+        "--client-processes",
+        type=int,
+        default=max(os.cpu_count() // 4, 1),
+        metavar="N",
+        help="that the clients are spread over; default: a quarter of the cores",
+    )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="of each text")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each, in turns; the fastest is kept")
     parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="slots")
@@ -135,7 +170,7 @@ def main():
             runs = {mode: [] for mode in MODES}
             for _ in range(options.runs):
                 for mode, server in servers.items():
-                    runs[mode].append(measured(server, clients, options.tokens))
+                    runs[mode].append(measured(server, clients, options))
             for mode, several in runs.items():
                 # Whatever else the machine does only slows a run down.
                 record = max(several, key=lambda run: run["tokens_per_second"])
