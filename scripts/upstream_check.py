@@ -39,7 +39,7 @@ import pytest  # noqa: E402
 import stock_kernels  # noqa: E402
 import torch  # noqa: E402
 from doubles import shared  # noqa: E402
-from serving import DUMMY_ID, MAPPING, Server  # noqa: E402
+from serving import DUMMY_ID, IDLE_ID, MAPPING, WARM_UP, Server  # noqa: E402
 
 from trtllm_replayssm import MambaGeometry  # noqa: E402
 
@@ -117,7 +117,7 @@ REPLACED = {
     "get_pp_layers": get_pp_layers,
     "copy_to_device_if_changed": copy_to_device_if_changed,
     "CUDA_GRAPH_DUMMY_REQUEST_ID": DUMMY_ID,
-    "ATTENTION_DP_DUMMY_REQUEST_ID": DUMMY_ID - 1000,
+    "ATTENTION_DP_DUMMY_REQUEST_ID": IDLE_ID,
     "Linear": shared.Linear,
     "RMSNorm": shared.Norm,
     "TensorParallelMode": SimpleNamespace(COLUMN=None, ROW=None),
@@ -167,6 +167,9 @@ def main() -> int:
     options.add_argument("--geometry", choices=GEOMETRIES, default="small")
     options.add_argument("--dtype", choices=BOUNDS, default="float32", help="of the model")
     options.add_argument("--state-dtype", choices=BOUNDS, default="float32")
+    options.add_argument(
+        "--attention-dp", action="store_true", help="a rank that shares requests, not heads, and idles"
+    )
     options.add_argument("--commit", default="unknown", help="of this project, for the record")
     options.add_argument("--upstream", default="unknown", help="commits of the files, for the record")
     options.add_argument("--output", type=Path)
@@ -184,7 +187,9 @@ def main() -> int:
         "commit": given.commit,
         "upstream": given.upstream,
         "command": f"python scripts/upstream_check.py CHECKOUT --device {given.device} --steps {given.steps} --drafts "
-        f"{given.drafts} --geometry {given.geometry} --dtype {given.dtype} --state-dtype {given.state_dtype}",
+        f"{given.drafts} --geometry {given.geometry} --dtype {given.dtype} --state-dtype {given.state_dtype}"
+        + " --attention-dp"
+        * given.attention_dp,
         "date": time.strftime("%Y-%m-%d"),
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -206,6 +211,9 @@ def main() -> int:
         doubles.drop_package()
     bound = max(BOUNDS[given.dtype], BOUNDS[given.state_dtype])
     good = all(run["relative_error"] < bound and not _failed(run) for run in record["runs"].values())
+    if not on_cpu and not record["runs"]["replay, CUDA graphs"]["captured_graphs"]:
+        print(f"no step was captured: more --steps than {WARM_UP} are needed")
+        good = False
     record["passed"] = good
     if given.output:
         temporary = given.output.with_suffix(".partial")
@@ -294,7 +302,8 @@ def _run(profile: str, given, graphs: bool) -> dict:
     drafts = None if profile == "A" else given.drafts
     start = time.monotonic()
     server = Server(profile, sys.modules[doubles.MODEL], sys.modules[doubles.MANAGER], metadata, drafts=drafts,
-                    device=given.device, everything=False, graphs=graphs, geometry=GEOMETRIES[given.geometry],
+                    device=given.device, everything=False, graphs=graphs, attention_dp=given.attention_dp,
+                    geometry=GEOMETRIES[given.geometry],
                     dtypes=(getattr(torch, given.dtype), getattr(torch, given.state_dtype)))  # fmt: skip
     holder = getattr(server.manager, "_impl", server.manager)
     for _ in range(given.steps):

@@ -18,6 +18,7 @@ from trtllm_replayssm import MambaGeometry
 
 LAYER_MASK = [True, False, True, False]  # which layers of the model are Mamba layers
 DUMMY_ID = (1 << 64) - 1
+IDLE_ID = DUMMY_ID - 1000  # of what a rank without requests decodes under attention data parallelism
 WARM_UP = 80  # steps before the first CUDA graph
 MAPPING = SimpleNamespace(
     tp_size=1, tp_rank=0, pp_size=1, pp_rank=0, rank=0, enable_attention_dp=False, gpus_per_node=1, world_size=1
@@ -52,14 +53,17 @@ class Server:
     everything: make all tensors on the device, for doubles, which name none.
     rounding: whether the model's configuration asks for stochastic rounding.
     graphs: capture steps without prompts in CUDA graphs, and replay them.
+    attention_dp: one of two ranks that share requests out, not heads; without requests it decodes a dummy.
     more: further arguments of the cache manager.
     """
 
     def __init__(self, profile, model, manager, metadata, *, drafts=None, max_batch=5, device="cpu", everything=True,
-                 graphs=False, seed=0, dtypes=(torch.float32, torch.float32), rounding=False, geometry=None,
-                 **more):  # fmt: skip
+                 graphs=False, attention_dp=False, seed=0, dtypes=(torch.float32, torch.float32), rounding=False,
+                 geometry=None, **more):  # fmt: skip
         self.profile, self.drafts, self.max_batch, self.device = profile, drafts, max_batch, torch.device(device)
         self.graphs, self.captured, self.steps = graphs, {}, 0
+        shared_out = dict(tp_size=2, tp_rank=1, world_size=2, enable_attention_dp=True) if attention_dp else {}
+        self.mapping = SimpleNamespace(**vars(MAPPING) | shared_out)
         self.everything = everything
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
@@ -77,17 +81,19 @@ class Server:
             self.manager = hybrid(
                 *sizes, len(LAYER_MASK), LAYER_MASK, *dtypes, SimpleNamespace(enable_block_reuse=False), None,
                 num_layers=len(LAYER_MASK), layer_mask=[not is_mamba for is_mamba in LAYER_MASK], num_kv_heads=1,
-                head_dim=8, tokens_per_block=32, max_seq_len=1024, max_batch_size=max_batch, mapping=MAPPING,
+                head_dim=8, tokens_per_block=32, max_seq_len=1024, max_batch_size=max_batch, mapping=self.mapping,
                 spec_config=spec_config, **more,
             )  # fmt: skip
             self.metadata = metadata(max_batch, 8)
         self.live: list[Request] = []
+        self.most_live = max_batch - 1
         self.waiting: list[Request] = []
         self.next_id = 0
         self.worst = 0.0  # largest relative error of a row so far
         self.finite = True  # so far all outputs of padding were
         self.squares = np.zeros(2)  # of all errors and all expected values
-        self.counts = {"prefilled": 0, "decoded": 0, "verified": 0, "padded": 0, "preempted": 0, "finished": 0}
+        counted = "prefilled", "decoded", "verified", "padded", "idle", "preempted", "finished"
+        self.counts = dict.fromkeys(counted, 0)
 
     @property
     def error(self) -> float:
@@ -99,7 +105,7 @@ class Server:
         mixer = model.Mamba2Mixer(
             d_model=self.width, d_state=g.state_dim, d_conv=g.conv_kernel, nheads=g.num_heads, n_groups=g.num_groups,
             head_dim=g.head_dim, chunk_size=8, layer_idx=layer, dtype=self.dtypes[0],
-            config=_model_config(self.dtypes, self.rounding),
+            config=_model_config(self.mapping, self.dtypes, self.rounding),
         )  # fmt: skip
         heads = g.num_heads
         values = {
@@ -127,30 +133,34 @@ class Server:
     def step(self):
         """Runs one, and raises if an output is not the oracle's."""
         self._admit()
-        contexts, chunks = self._chunks()
+        waits = self.mapping.enable_attention_dp and self._free() > 0 and self.random.random() < 0.2
+        contexts, chunks = ([], []) if waits else self._chunks()
         decoding = [request for request in self.live if not len(request.pending) and request not in contexts]
-        decoding = [request for request in decoding if self.random.random() < 0.9]
+        decoding = [request for request in decoding if not waits and self.random.random() < 0.9]
         verify = self.drafts is not None and self.random.random() < 0.8
         draft_length = 0
         if verify:
             draft_length = self.random.randint(0, self.drafts) if self.profile == "C" else self.drafts
         tokens = draft_length + 1
-        padding = self._padding(len(decoding)) if not contexts else 0
-        rows = len(contexts) + len(decoding) + padding
-        if rows == 0:
+        idle = self.mapping.enable_attention_dp and self._free() > 0 and not contexts and not decoding
+        padding = 1 if idle else self._padding(len(decoding)) if not contexts else 0
+        if len(contexts) + len(decoding) + padding == 0:
             return
+        dummy = SimpleNamespace(py_request_id=IDLE_ID if idle else DUMMY_ID - draft_length, is_dummy=True)
         ids = [request.py_request_id for request in contexts + decoding]
         requests = list(decoding)
-        if padding and self.profile == "A":  # the very same dummy request again and again
-            requests += [SimpleNamespace(py_request_id=DUMMY_ID, is_dummy=True)] * padding
+        if idle or self.profile == "A":  # of padding in A the very same dummy request again and again
+            requests += [dummy] * padding
         scheduled = SimpleNamespace(context_requests=contexts, generation_requests=requests)
         with self._on_device(), torch.inference_mode():
+            if idle and self.profile == "C":
+                self.manager.add_dummy_requests([IDLE_ID])
             self.manager.prepare_resources(scheduled)
-            if padding and self.profile == "B":
+            if padding and not idle and self.profile == "B":
                 self.manager.reorder_state_indices_when_padding_requests(len(decoding), padding)
-            if padding and self.profile == "C":
-                self.manager.add_dummy_requests([DUMMY_ID - draft_length])
-            ids += [DUMMY_ID - draft_length] * padding
+            if padding and not idle and self.profile == "C":
+                self.manager.add_dummy_requests([dummy.py_request_id])
+            ids += [dummy.py_request_id] * padding
 
             drafts = [self._hidden(tokens) for _ in range(len(decoding) + padding)]
             hidden = self._tensor(np.concatenate(chunks + drafts))
@@ -174,7 +184,9 @@ class Server:
         self.finite = self.finite and all(np.isfinite(output[first:]).all() for output in outputs)
         self.counts["prefilled"] += sum(map(len, chunks))
         self.counts["verified" if verify else "decoded"] += len(decoding)
-        self.counts["padded"] += padding
+        self.counts["idle" if idle else "padded"] += padding
+        if idle:
+            self.manager.free_resources(dummy)
         self._depart()
 
     def _run(self, attn_metadata, hidden, draft_length, accepted):
@@ -232,7 +244,7 @@ class Server:
         return len(getattr(self.manager, "_impl", self.manager).mamba_cache_free_blocks)
 
     def _admit(self):
-        if self.random.random() < 0.4 and len(self.live) < self.max_batch - 1:
+        if self.random.random() < 0.4 and len(self.live) < self.most_live:
             if not self.waiting:
                 prompt = self._hidden(self.random.randint(1, 12))
                 g = self.geometry
@@ -307,10 +319,10 @@ class Server:
         request.history = np.concatenate([request.history, tokens[:accepted]])
 
 
-def _model_config(dtypes, rounding: bool):
+def _model_config(mapping, dtypes, rounding: bool):
     rounding = dict(mamba_ssm_stochastic_rounding=rounding, mamba_ssm_philox_rounds=10)
     return SimpleNamespace(
-        mapping=MAPPING,
+        mapping=mapping,
         quant_config=SimpleNamespace(mamba_ssm_cache_dtype=dtypes[1], quant_mode=None, **rounding),
         get_quant_config=lambda: None,
         skip_create_weights_in_init=False,

@@ -87,6 +87,27 @@ def test_500_steps_are_the_oracles(serve, device, profile, drafts):
     assert profile == "A" or server.counts["verified"] > 500
 
 
+@SPECULATIVE
+def test_attention_dp_ranks_that_idle(serve, profile):
+    """Without requests a rank decodes a dummy, since the others wait for it: no slot of a request changes."""
+    server = run(serve(profile, drafts=3, attention_dp=True, max_batch=3), 120)
+    assert server.worst < 5e-6 and server.finite
+    assert server.counts["idle"] > 10 and min(server.counts[name] for name in ("padded", "finished")) > 3
+    pool = decoder_of(server).pool
+    assert pool.geometry.num_heads == 4 and pool.first_head == 0  # of each rank, which has all heads
+
+
+@PROFILES
+def test_as_many_requests_as_there_are_slots(serve, profile, drafts):
+    """A07."""
+    server = serve(profile, drafts=drafts)
+    server.most_live, server._depart = server.max_batch, lambda: None
+    server.random.random = lambda: 0.0  # all of them in each step, with drafts
+    run(server, 100)
+    assert server.worst < 5e-6 and len(server.live) == server.max_batch
+    assert server.counts["verified" if drafts else "decoded"] > 4 * 90
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @PROFILES

@@ -3,7 +3,7 @@
 
 import torch
 
-from doubles.shared import Speculative, shapes_of
+from doubles.shared import CUDA_GRAPH_DUMMY_REQUEST_ID, Speculative, shapes_of
 
 
 class PythonMambaCacheManager(Speculative):
@@ -17,6 +17,8 @@ class PythonMambaCacheManager(Speculative):
                           spec_state_size, lambda *shape, dtype: torch.zeros(shape, dtype=dtype))  # fmt: skip
         self._make_slots(max_batch_size)
         self._padding_slot = self.mamba_cache_free_blocks.pop()
+        self._idle_slot = self.mamba_cache_free_blocks.pop() if mapping.enable_attention_dp else None
+        self._dummy_request_ids = set()
         self._dummy_request_mask = torch.zeros(max_batch_size, dtype=torch.bool)
 
     @property
@@ -24,15 +26,27 @@ class PythonMambaCacheManager(Speculative):
         return self._use_replay_state_update
 
     def get_max_resource_count(self):
-        return len(self.state_indices) - 1
+        return len(self.state_indices) - 1 - (self._idle_slot is not None)
 
     def add_dummy_requests(self, request_ids):
+        self._dummy_request_ids.update(request_ids)
+        low = CUDA_GRAPH_DUMMY_REQUEST_ID - (self.speculative_num_draft_tokens or 0)
         for request_id in request_ids:
-            self.mamba_cache_index[request_id] = self._padding_slot
+            slot = self._idle_slot if request_id < low else self._padding_slot
+            self.mamba_cache_index[request_id] = slot
+
+    def free_resources(self, request):
+        self._dummy_request_ids.discard(request.py_request_id)
+        slot = self.mamba_cache_index.get(request.py_request_id)
+        if slot in (self._padding_slot, self._idle_slot):  # never anybody else's
+            self.mamba_cache_index.pop(request.py_request_id, None)
+        else:
+            super().free_resources(request)
 
     def get_state_indices(self, request_ids, is_padding):
+        dummies = [rid in self._dummy_request_ids or pad for rid, pad in zip(request_ids, is_padding, strict=True)]
         self._dummy_request_mask.zero_()
-        self._dummy_request_mask[: len(is_padding)] = torch.tensor(is_padding)
+        self._dummy_request_mask[: len(dummies)] = torch.tensor(dummies)
         return [self.mamba_cache_index[request_id] for request_id in request_ids]
 
     def update_mamba_states(self, attn_metadata, num_accepted_tokens, state_indices, accepted_leaf_positions=None):
@@ -114,7 +128,7 @@ class MixedMambaHybridCacheManager(MambaCacheManager):
             mamba_n_groups,
             mamba_head_dim,
             mamba_num_layers,
-            max_batch_size + 1,
+            max_batch_size + 1 + mapping.enable_attention_dp,
             max_batch_size,
             mapping,
             mamba_cache_dtype,
