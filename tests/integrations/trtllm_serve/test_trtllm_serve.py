@@ -138,6 +138,22 @@ def test_formats(serve, dtypes, environment, more, checkpoint, bound):
     assert bound / 4 < server.error < bound
 
 
+def test_states_in_bf16_are_warned_of(serve):
+    """A04: in the server's own log."""
+    server = run(serve("C", drafts=2, dtypes=(torch.bfloat16, torch.bfloat16)), 40)
+    assert decoder_of(server).pool.config.checkpoint == "bf16" and server.error < 3e-2
+    assert [line for line in log_of("warning") if 'ReplaySSM: checkpoint "bf16" drops small updates' in line]
+
+
+def test_conv_states_in_a_format_of_the_kv_cache_are_refused():
+    """A06."""
+    from trtllm_replayssm.integrations.trtllm_serve.decode import ReplayDecoder, States
+
+    states = States(torch.zeros(2, 6, 192, 3, dtype=torch.float8_e4m3fn), torch.zeros(2, 6, 4, 16, 64), None)
+    with pytest.raises(RuntimeError, match="expected float32, bfloat16 or float16, got .*float32, .*float8_e4m3fn"):
+        ReplayDecoder(states, 1, False, 0, Settings())
+
+
 @SPECULATIVE
 @pytest.mark.parametrize("environment, checkpoint", [({}, "fp16_sr"), ({"REPLAYSSM_STOCHASTIC_ROUNDING": "0"}, "fp16")])
 def test_rounding_that_the_mixer_is_told_of(serve, profile, environment, checkpoint):
