@@ -477,13 +477,42 @@ def test_what_does_not_fit_is_refused_or_stays_stock(serve, case):
 
 
 @pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
-def test_managers_whose_slots_move_are_refused_by_name(serve):
+@pytest.mark.parametrize(
+    "name, variable, base",
+    [
+        ("CppMambaHybridCacheManager", "enable_block_reuse: false", None),
+        ("MambaHybridCacheManagerV2", "use_kv_cache_manager_v2: false", None),
+        ("NemotronHybridCacheManagerV2", "use_kv_cache_manager_v2: false", "MambaHybridCacheManagerV2"),
+    ],
+)
+def test_managers_whose_slots_move_are_refused_by_name(serve, name, variable, base):
+    """The last lies in a module of its own."""
+
+    def made():
+        manager = sys.modules[doubles.MANAGER]
+        return type(name, (getattr(manager, base),), {})() if base else getattr(manager, name)()
+
     serve("C", drafts=2)
-    cpp = sys.modules[doubles.MANAGER].CppMambaHybridCacheManager
-    with pytest.raises(RuntimeError, match="CppMambaHybridCacheManager: .* set TRTLLM_USE_PY_MAMBA=1"):
-        cpp()
+    with pytest.raises(RuntimeError, match=f"{name}: .* set TRTLLM_USE_PY_MAMBA=1 and {variable}"):
+        made()
     serve("C", {"REPLAYSSM_ON_MISMATCH": "fallback"}, drafts=2)
-    assert sys.modules[doubles.MANAGER].CppMambaHybridCacheManager()._replayssm is None
+    assert made()._replayssm is None
+
+
+def test_the_manager_may_be_a_package_with_lazy_exports():
+    """As in the newest TensorRT-LLM that was read (upstream.json)."""
+    doubles.make_package("C")
+    try:
+        legacy = sys.modules.pop(doubles.MANAGER)
+        delattr(sys.modules[doubles.PYEXECUTOR], "mamba_cache_manager")
+        package = doubles.make_module(f"{doubles.PYEXECUTOR}.kv_cache.mamba_cache_manager")
+        package.__getattr__ = lambda name: getattr(legacy, name)
+        importlib.import_module(f"{PACKAGE}.model")
+        assert legacy.PythonMambaCacheManager.__init__.__wrapped__
+        assert legacy.MambaHybridCacheManagerV2.__init__.__wrapped__
+        assert doctor._trtllm_serve()["profile"] == "C"
+    finally:
+        doubles.drop_package()
 
 
 def test_a_manager_that_nobody_knows_is_refused(serve):

@@ -411,7 +411,7 @@ def _refused_constructor(refused: type, reason: str, upstream: Upstream, setting
     @wraps(stock)
     def __init__(self, *arguments, **named):
         if _built(upstream):
-            _refuse(settings, Mismatch(f"{refused.__name__}: no cache manager for ReplaySSM, {reason}"))
+            _refuse(settings, Mismatch(f"{type(self).__name__}: no cache manager for ReplaySSM, {reason}"))
             setattr(self, _DECODER, None)
         return stock(self, *arguments, **named)
 
