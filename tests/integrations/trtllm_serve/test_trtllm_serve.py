@@ -614,12 +614,22 @@ def test_a_manager_that_lacks_what_steps_need_is_refused_when_it_is_made(serve, 
 
 
 @PROFILES
-def test_the_doctor_tells_the_profile(profile, drafts):
+def test_the_doctor_tells_the_profile(monkeypatch, profile, drafts):
     doubles.make_package(profile)
     try:
         report = doctor._trtllm_serve()
         assert report["good"] and report["profile"] == profile
         assert report["why"].startswith(f"profile {profile}: ")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM", "0")
+        assert doctor._trtllm_serve()["why"].endswith("switched off here by TRTLLM_REPLAYSSM=0")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM", "1")
+        monkeypatch.setenv("TRTLLM_USE_MAMBA_REPLAY", "1")
+        report = doctor._trtllm_serve()
+        assert report["good"] == (profile != "C") and report["profile"] == profile
+        assert profile != "C" or report["why"].startswith("Mismatch: TRTLLM_USE_MAMBA_REPLAY: expected 0 (")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM_WINDOW", "65")
+        report = doctor._trtllm_serve()
+        assert not report["good"] and report["why"].startswith("ValueError: TRTLLM_REPLAYSSM_WINDOW: expected auto or")
         del sys.modules[doubles.MIXER].Mamba2Mixer
         report = doctor._trtllm_serve()
         assert not report["good"] and report["profile"] is None
