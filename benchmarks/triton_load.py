@@ -139,7 +139,10 @@ def measured(server: Server, clients: int, options) -> dict:
     processes = min(clients, options.client_processes)
     record = load(f"127.0.0.1:{server.address.grpc}", clients, options.tokens, processes)
     time.sleep(1.0)  # metrics follow
-    return {**record, "flushes": server.metrics()[FLUSHES] - flushes}
+    flushes = server.metrics()[FLUSHES] - flushes
+    if flushes < record["requests"]:
+        raise SystemExit(f"{record['requests']} texts of {options.tokens} tokens flushed {flushes:g} times: too short")
+    return {**record, "flushes": flushes}
 
 
 def main():

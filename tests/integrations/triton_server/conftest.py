@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import time
+
 import pytest
 
-from .serving import Launched, write_repository
+from .serving import SUITE_DEADLINE, Launched, write_repository
 
+_began = time.monotonic()
 SPECULATIVE = {"context": 512, "max_batch": 32, "speculation": "mtp"}
 
 
@@ -14,3 +17,10 @@ def server(tmp_path_factory):
         write_repository(folder / "models", interface=interface, **SPECULATIVE)
     with Launched(folder / "models", folder / "log") as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def deadline():
+    """Of all tests here together, whatever keeps each of them."""
+    if time.monotonic() - _began > SUITE_DEADLINE:
+        pytest.fail(f"the tests on tritonserver have taken {SUITE_DEADLINE} s")

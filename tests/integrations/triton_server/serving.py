@@ -28,7 +28,8 @@ from trtllm_replayssm.integrations.triton_server.settings import Settings
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny-nemotron-h"
 SOAK = int(os.environ.get("REPLAYSSM_SOAK_REQUESTS", "640"))  # of test_memory_is_flat; 5008 for the long run
-DEADLINE = 120 + SOAK // 10  # no server of a test lives longer, whatever happens
+DEADLINE = 120 + SOAK // 10  # seconds: no server of a test lives longer, whatever happens
+SUITE_DEADLINE = 900 + SOAK // 10  # no test begins later
 
 
 def server_python() -> Path:

@@ -138,6 +138,22 @@ def test_formats(serve, dtypes, environment, more, checkpoint, bound):
     assert bound / 4 < server.error < bound
 
 
+def test_states_in_bf16_are_warned_of(serve):
+    """A04: in the server's own log."""
+    server = run(serve("C", drafts=2, dtypes=(torch.bfloat16, torch.bfloat16)), 40)
+    assert decoder_of(server).pool.config.checkpoint == "bf16" and server.error < 3e-2
+    assert [line for line in log_of("warning") if 'ReplaySSM: checkpoint "bf16" drops small updates' in line]
+
+
+def test_conv_states_in_a_format_of_the_kv_cache_are_refused():
+    """A06."""
+    from trtllm_replayssm.integrations.trtllm_serve.decode import ReplayDecoder, States
+
+    states = States(torch.zeros(2, 6, 192, 3, dtype=torch.float8_e4m3fn), torch.zeros(2, 6, 4, 16, 64), None)
+    with pytest.raises(RuntimeError, match="expected float32, bfloat16 or float16, got .*float32, .*float8_e4m3fn"):
+        ReplayDecoder(states, 1, False, 0, Settings())
+
+
 @SPECULATIVE
 @pytest.mark.parametrize("environment, checkpoint", [({}, "fp16_sr"), ({"REPLAYSSM_STOCHASTIC_ROUNDING": "0"}, "fp16")])
 def test_rounding_that_the_mixer_is_told_of(serve, profile, environment, checkpoint):
@@ -461,13 +477,42 @@ def test_what_does_not_fit_is_refused_or_stays_stock(serve, case):
 
 
 @pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
-def test_managers_whose_slots_move_are_refused_by_name(serve):
+@pytest.mark.parametrize(
+    "name, variable, base",
+    [
+        ("CppMambaHybridCacheManager", "enable_block_reuse: false", None),
+        ("MambaHybridCacheManagerV2", "use_kv_cache_manager_v2: false", None),
+        ("NemotronHybridCacheManagerV2", "use_kv_cache_manager_v2: false", "MambaHybridCacheManagerV2"),
+    ],
+)
+def test_managers_whose_slots_move_are_refused_by_name(serve, name, variable, base):
+    """The last lies in a module of its own."""
+
+    def made():
+        manager = sys.modules[doubles.MANAGER]
+        return type(name, (getattr(manager, base),), {})() if base else getattr(manager, name)()
+
     serve("C", drafts=2)
-    cpp = sys.modules[doubles.MANAGER].CppMambaHybridCacheManager
-    with pytest.raises(RuntimeError, match="CppMambaHybridCacheManager: .* set TRTLLM_USE_PY_MAMBA=1"):
-        cpp()
+    with pytest.raises(RuntimeError, match=f"{name}: .* set TRTLLM_USE_PY_MAMBA=1 and {variable}"):
+        made()
     serve("C", {"REPLAYSSM_ON_MISMATCH": "fallback"}, drafts=2)
-    assert sys.modules[doubles.MANAGER].CppMambaHybridCacheManager()._replayssm is None
+    assert made()._replayssm is None
+
+
+def test_the_manager_may_be_a_package_with_lazy_exports():
+    """As in the newest TensorRT-LLM that was read (upstream.json)."""
+    doubles.make_package("C")
+    try:
+        legacy = sys.modules.pop(doubles.MANAGER)
+        delattr(sys.modules[doubles.PYEXECUTOR], "mamba_cache_manager")
+        package = doubles.make_module(f"{doubles.PYEXECUTOR}.kv_cache.mamba_cache_manager")
+        package.__getattr__ = lambda name: getattr(legacy, name)
+        importlib.import_module(f"{PACKAGE}.model")
+        assert legacy.PythonMambaCacheManager.__init__.__wrapped__
+        assert legacy.MambaHybridCacheManagerV2.__init__.__wrapped__
+        assert doctor._trtllm_serve()["profile"] == "C"
+    finally:
+        doubles.drop_package()
 
 
 def test_a_manager_that_nobody_knows_is_refused(serve):
@@ -569,12 +614,22 @@ def test_a_manager_that_lacks_what_steps_need_is_refused_when_it_is_made(serve, 
 
 
 @PROFILES
-def test_the_doctor_tells_the_profile(profile, drafts):
+def test_the_doctor_tells_the_profile(monkeypatch, profile, drafts):
     doubles.make_package(profile)
     try:
         report = doctor._trtllm_serve()
         assert report["good"] and report["profile"] == profile
         assert report["why"].startswith(f"profile {profile}: ")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM", "0")
+        assert doctor._trtllm_serve()["why"].endswith("switched off here by TRTLLM_REPLAYSSM=0")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM", "1")
+        monkeypatch.setenv("TRTLLM_USE_MAMBA_REPLAY", "1")
+        report = doctor._trtllm_serve()
+        assert report["good"] == (profile != "C") and report["profile"] == profile
+        assert profile != "C" or report["why"].startswith("Mismatch: TRTLLM_USE_MAMBA_REPLAY: expected 0 (")
+        monkeypatch.setenv("TRTLLM_REPLAYSSM_WINDOW", "65")
+        report = doctor._trtllm_serve()
+        assert not report["good"] and report["why"].startswith("ValueError: TRTLLM_REPLAYSSM_WINDOW: expected auto or")
         del sys.modules[doubles.MIXER].Mamba2Mixer
         report = doctor._trtllm_serve()
         assert not report["good"] and report["profile"] is None

@@ -15,6 +15,7 @@ import re
 
 from ... import __version__, _core, plugins
 from ..trtllm_serve import probe
+from ..trtllm_serve.settings import Settings
 from .contract import CONTRACT, violations
 
 
@@ -67,7 +68,7 @@ def _relu2_experts() -> dict:
 
 
 def _trtllm_serve() -> dict:
-    """The adapter's probe of TensorRT-LLM's PyTorch backend."""
+    """The adapter's probe of TensorRT-LLM's PyTorch backend, and of the variables that are set here."""
     report = {"good": False, "profile": None}
     try:
         importlib.import_module("tensorrt_llm")
@@ -78,10 +79,14 @@ def _trtllm_serve() -> dict:
     except Exception as error:  # whatever its libraries raise
         return {**report, "why": f"tensorrt_llm does not import: {type(error).__name__}: {error}"}
     try:
-        profile = probe.probe().profile
-    except Exception as error:  # Mismatch, or whatever its modules raise
+        profile = report["profile"] = probe.probe().profile
+        enabled = Settings.of(os.environ).enabled
+        if enabled:
+            probe.switches(profile, os.environ)
+    except Exception as error:  # Mismatch, ValueError of a variable, or whatever its modules raise
         return {**report, "why": f"{type(error).__name__}: {error}"}
-    return {"good": True, "profile": profile, "why": f"profile {profile}: {probe.facts()['profiles'][profile]}"}
+    off = "" if enabled else "; switched off here by TRTLLM_REPLAYSSM=0"
+    return {"good": True, "profile": profile, "why": f"profile {profile}: {probe.facts()['profiles'][profile]}{off}"}
 
 
 def _plugins() -> dict:

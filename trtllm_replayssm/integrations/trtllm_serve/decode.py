@@ -15,6 +15,7 @@ Batches are padded: rows of dummy requests are masked, and of rows that name one
 only the first counts. Masked rows read and write no state, and their outputs are zero.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ...config import ReplayConfig
 from ...geometry import MambaGeometry
 from ...plan import Plan
 from ...pool import StatePool
+from .log import logger
 from .probe import Mismatch
 from .settings import Settings
 from .shadow import Shadow
@@ -171,14 +173,18 @@ def _pool(states: States, step_tokens: int, rounding: bool, first_head: int, set
     if rounding and checkpoint != "fp16":
         raise Mismatch(f"stochastic rounding: expected mamba_ssm_cache_dtype float16, got {states.ssm.dtype}")
     try:
-        config = ReplayConfig(
-            settings.window,
-            step_tokens,
-            "fp16_sr" if rounding else checkpoint,
-            settings.read_copy,
-            _FORMATS[states.conv.dtype],
-            settings.seed,
-        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            config = ReplayConfig(
+                settings.window,
+                step_tokens,
+                "fp16_sr" if rounding else checkpoint,
+                settings.read_copy,
+                _FORMATS[states.conv.dtype],
+                settings.seed,
+            )
+        for warning in told:
+            logger.warning(f"ReplaySSM: {warning.message}")
         return StatePool(
             MambaGeometry(heads, head_dim, groups, state_dim, kept + 1),
             config,

@@ -25,7 +25,7 @@ import torch
 
 from .decode import Head, ReplayDecoder, States
 from .log import logger
-from .probe import Mismatch, Upstream, facts, probe
+from .probe import Mismatch, Upstream, facts, probe, switches
 from .settings import Settings
 
 ARCHITECTURE = "NemotronHForCausalLM"
@@ -53,7 +53,7 @@ def install(module: str, name: str) -> type | None:
         return None
     try:
         upstream = probe()
-        _set_environment(upstream)
+        os.environ.update(switches(upstream.profile, os.environ))
     except Mismatch as error:
         _refuse(settings, error)
         return None
@@ -75,15 +75,6 @@ def _refuse(settings: Settings, error: Mismatch):
     text = f"ReplaySSM is OFF, the stock kernels decode: {error}"
     logger.warning(text)
     warnings.warn(text, stacklevel=3)
-
-
-def _set_environment(upstream: Upstream):
-    """The switches of TensorRT-LLM that must stand one way. Mismatch if the user has set another."""
-    if upstream.profile != "C":
-        return
-    for name, switch in facts()["environment"].items():
-        if os.environ.setdefault(name, switch["needed"]) != switch["needed"]:
-            raise Mismatch(f"{name}: expected {switch['needed']} ({switch['why']}), got {os.environ[name]!r}")
 
 
 # ---- the mixer -----------------------------------------------------------------------------------------------------
@@ -411,7 +402,7 @@ def _refused_constructor(refused: type, reason: str, upstream: Upstream, setting
     @wraps(stock)
     def __init__(self, *arguments, **named):
         if _built(upstream):
-            _refuse(settings, Mismatch(f"{refused.__name__}: no cache manager for ReplaySSM, {reason}"))
+            _refuse(settings, Mismatch(f"{type(self).__name__}: no cache manager for ReplaySSM, {reason}"))
             setattr(self, _DECODER, None)
         return stock(self, *arguments, **named)
 

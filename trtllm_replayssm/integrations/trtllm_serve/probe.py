@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,19 @@ class Upstream:
             if self.profile in fact["profiles"] and not hasattr(holder, fact["attribute"]):
                 text = f"expected {type(holder).__name__} to have {fact['attribute']}, {fact['why']}; it has none"
                 raise Mismatch(f"profile {self.profile}: {text}")
+
+
+def switches(profile: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """TensorRT-LLM's own variables that must stand one way, with their values.
+
+    Raises:
+        Mismatch: `environment` has another value of one.
+    """
+    known = facts()["environment"] if profile == "C" else {}
+    for name, switch in known.items():
+        if (given := environment.get(name, switch["needed"])) != switch["needed"]:
+            raise Mismatch(f"{name}: expected {switch['needed']} ({switch['why']}), got {given!r}")
+    return {name: switch["needed"] for name, switch in known.items()}
 
 
 def probe() -> Upstream:

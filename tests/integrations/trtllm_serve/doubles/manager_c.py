@@ -145,3 +145,10 @@ class CppMambaHybridCacheManager:
 
     def __init__(self):
         pass
+
+
+class MambaHybridCacheManagerV2:
+    """States in pages, which move."""
+
+    def __init__(self, *_, **__):
+        pass
