@@ -21,8 +21,8 @@
 //     paths and tests of flashinfer, include/flashinfer/mamba/conversion.cuh, and of a second project that agrees) show
 //     the rest: the lower result of a pair takes the 16 bits as they are, the upper one in reverse order; they are
 //     added at the top of the discarded bits, in the subnormal range too; what exceeds 448 saturates.
-//   - Open in public text: f16 results that are subnormal or beyond 65504. There fp16_sr_hardware() is false and the
-//     functions below, which need no hardware, are the definition.
+//   - Open in public text: f16 results that are subnormal or beyond 65504. The functions below, which need no hardware,
+//     are the definition, and what kernels compute there.
 #pragma once
 
 #include <cmath>
@@ -173,12 +173,6 @@ REPLAYSSM_HOST_DEVICE inline uint16_t float_to_fp16_sr(float value, uint32_t ran
                             ? (static_cast<uint32_t>(mul_rn(bits_float(magnitude), 137438953472.0f)) + random13) >> 13
                             : ((magnitude + random13) >> 13) - (112u << 10);
   return static_cast<uint16_t>(sign | code);
-}
-
-// Whether cvt.rs.f16x2.f32 is known to give the bits of float_to_fp16_sr for this value.
-REPLAYSSM_HOST_DEVICE inline bool fp16_sr_hardware(float value) {
-  const uint32_t magnitude = magnitude_bits(value);
-  return magnitude >= 0x38800000u && magnitude < 0x477fe000u;
 }
 
 // ---- scales --------------------------------------------------------------------------------------------------------

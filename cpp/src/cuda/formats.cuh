@@ -267,51 +267,67 @@ __device__ inline uint32_t fp16_sr_code(float value, uint32_t random13) {
   return sign | (magnitude > kInfinityBits ? 0x7e00u : min(code, 0x7c00u));
 }
 
-// `random` is a word of rounding_words: columns 2k and 2k + 1 of a draw take word k.
-__device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t random) {
-#ifdef REPLAYSSM_CVT_RS
-  if (fp16_sr_hardware(first) && fp16_sr_hardware(second)) {
-    uint32_t pair;
-    asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
-    return pair;
-  }
-#endif
-  return fp16_sr_code(first, random & 0x1fffu) | fp16_sr_code(second, random >> 16 & 0x1fffu) << 16;
-}
-
-// The same for numbers of fp16_sr_hardware(): the random bits are added below the last that stays, and what they don't
-// carry into it is cut off.
-__device__ inline uint32_t pack_common_fp16_sr(float first, float second, uint32_t random) {
+// Two neighbours by a word of rounding_words, if their results are normal numbers below 65504: the random bits are
+// added below the last bit that stays, and what they don't carry into it is cut off. Other results are not what they
+// should be, but not beyond 2^-14 or not below 65504 either, or NaN.
+__device__ inline __half2 pack_common_fp16_sr(float first, float second, uint32_t random) {
   uint32_t pair;
 #ifdef REPLAYSSM_CVT_RS
   asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
 #else
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
       : "=r"(pair)
-      : "f"(bits_float(float_bits(second) + (random >> 16 & 0x1fffu))),
+      : "f"(bits_float(float_bits(second) + ((random & 0x1fff0000u) >> 16))),
         "f"(bits_float(float_bits(first) + (random & 0x1fffu))));
 #endif
-  return pair;
+  return halves_of(pair);
 }
 
-// The 8 columns of a draw.
-__device__ inline uint4 pack_fp16_sr(const float (&value)[kFp16PerDraw], const RandomWords& random) {
-  bool common = true;
+// The same for all numbers below 65504. To one below 2^-14 that is added, which cuts it off at 2^-37, and the last bit
+// that stays is then 2^-24 as it should be; what was added leaves the result as it came.
+__device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint32_t random) {
+  const float value[2] = {first, second};
+  uint32_t lifted[2], lift[2];
 #pragma unroll
-  for (int i = 0; i < kFp16PerDraw; ++i) common = common && fp16_sr_hardware(value[i]);
-  uint32_t pair[kFp16PerDraw / 2];
-  if (common) {
+  for (int i = 0; i < 2; ++i) {
+    const bool small = fabsf(value[i]) < 0x1p-14f;
+    const float added = bits_float((float_bits(value[i]) & 0x80000000u) | float_bits(0x1p-14f));
+    lifted[i] = float_bits(__fadd_rz(value[i], small ? added : 0.0f));
+    lift[i] = small ? 0x400u << 16 * i : 0u;
+  }
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(pair)
+      : "f"(bits_float(lifted[1] + ((random & 0x1fff0000u) >> 16))), "f"(bits_float(lifted[0] + (random & 0x1fffu))));
+  return pair - (lift[0] + lift[1]);
+}
+
+// Columns 2k and 2k + 1 of a draw by word k of it. `finite` becomes false if a result is not.
+template <int kPairs>
+__device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                    uint32_t (&pair)[kPairs], bool& finite) {
+  __half2 least = halves_of(0x7c007c00u), largest = halves_of(0);
 #pragma unroll
-    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
-      pair[i] = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
-    }
+  for (int i = 0; i < kPairs; ++i) {
+    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+    least = __hmin2_nan(least, __habs2(rounded)), largest = __hmax2_nan(largest, __habs2(rounded));
+    pair[i] = bits_of(rounded);
+  }
+  if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
+  bool moderate = true;
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
+  if (moderate) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
-      pair[i] = pack_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
+    for (int i = 0; i < kPairs; ++i) {
+      pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
+                fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
+      finite = finite && is_finite<__half>(pair[i]);
     }
   }
-  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

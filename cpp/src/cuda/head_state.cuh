@@ -97,17 +97,50 @@ struct StateOwner {
   __device__ void report_not_finite() const { report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, row, head, layer.layer); }
 };
 
-// 16 bytes of a plain format, from column `column` of row p on, for kernels that fold and read on.
-template <typename Stored>
-__device__ inline uint4 pack_plain(const StateOwner& owner, const RoundingKey& key, int p, int column,
-                                   const float (&value)[Packed<Stored>::kVec]) {
-  if constexpr (std::is_same_v<Stored, __half>) {
-    if (owner.rounds_stochastically()) {
-      return pack_fp16_sr(value, rounding_words(key, p, column / kFp16PerDraw, owner.writes));
+// How the kernels that fold and read on store a plain format: what of the owner that takes, in registers.
+struct PlainRounding {
+  bool stochastic;
+  RoundingKey key;
+  int64_t writes;
+
+  __device__ explicit PlainRounding(const StateOwner& owner)
+      : stochastic(owner.rounds_stochastically()), key(owner.key()), writes(owner.writes) {}
+
+  // 16 bytes in each of kRows rows from p on, from column `column` on, which are block b of `state`. `finite` becomes
+  // false if a value is not as stored.
+  template <typename Stored, int kRows, int kBlocks>
+  __device__ void pack(int p, int column, const float (&state)[kRows][kBlocks][Packed<Stored>::kVec], int b,
+                       uint4 (&packed)[kRows], bool& finite) const {
+    if constexpr (std::is_same_v<Stored, __half>) {
+      if (stochastic) {
+        // All rows together: they share the keys of the rounds, and the check of their results.
+        constexpr int kPairs = kFp16PerDraw / 2;
+        float value[kRows * kFp16PerDraw];
+        uint32_t random[kRows * kPairs], pair[kRows * kPairs];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const RandomWords drawn = rounding_words(key, p + i, column / kFp16PerDraw, writes);
+#pragma unroll
+          for (int k = 0; k < kPairs; ++k) random[i * kPairs + k] = drawn.word[k];
+#pragma unroll
+          for (int v = 0; v < kFp16PerDraw; ++v) value[i * kFp16PerDraw + v] = state[i][b][v];
+        }
+        pack_fp16_sr(value, random, pair, finite);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const uint32_t* const of_row = pair + i * kPairs;
+          packed[i] = make_uint4(of_row[0], of_row[1], of_row[2], of_row[3]);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      packed[i] = Packed<Stored>::pack(state[i][b]);
+      finite = finite && is_finite<Stored>(packed[i]);
     }
   }
-  return Packed<Stored>::pack(value);
-}
+};
 
 // The bits of the smallest magnitude that a plain format, rounding to nearest, stores as infinity.
 __device__ inline uint32_t infinite_from(int32_t checkpoint_format) {
@@ -185,11 +218,9 @@ __device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p
     }
 #pragma unroll
     for (int i = 0; i < kRowsPerGroup; ++i) {
-      const float (&value)[kHeadVec] = state[i][c];
-      const uint32_t low = pack_fp16_sr(value[0], value[1], random[i][0]);
-      const uint32_t high = pack_fp16_sr(value[2], value[3], random[i][1]);
-      finite = finite && is_finite<__half>(low) && is_finite<__half>(high);
-      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(low, high);
+      uint32_t pair[2];
+      pack_fp16_sr(state[i][c], random[i], pair, finite);
+      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(pair[0], pair[1]);
     }
   }
   return finite;

@@ -356,7 +356,7 @@ __device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, 
   constexpr bool kWide = sizeof(Stored) == 4;
   const int P = owner.problem.geometry.head_dim, slices = P / kSliceWidth;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const RoundingKey key = owner.key();
+  const PlainRounding rounding(owner);
   bool finite = true;
 #pragma unroll 1
   for (int first = 0; first < slices; first += kWarps) {
@@ -374,23 +374,25 @@ __device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, 
       __syncthreads();
     }
     if (slice >= slices) continue;
+    float state[2][kBlocks][kVec];
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float state[2][1][kVec];
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int b = 0; b < kBlocks; ++b) {
         uint4 raw = packed[i][kWide ? 0 : b];
         if (kWide && has_state) raw = folded[folded_piece(row + i, b * 4 + t)];
-        Packed<Stored>::unpack(raw, state[i][0]);
+        Packed<Stored>::unpack(raw, state[i][b]);
       }
-      add_records(state, x + slice * kSliceWidth + 2 * g, B + b * 4 * kVec, weight, decay, h, lane, mask, x_stride);
+    add_records(state, x + slice * kSliceWidth + 2 * g, B, weight, decay, h, lane, mask, x_stride);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int column = (b * 4 + t) * kVec;
+      uint4 stored[2];
+      rounding.pack<Stored>(row, column, state, b, stored, finite);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = (b * 4 + t) * kVec;
-        const float (&value)[kVec] = state[i][0];
-        const uint4 stored = pack_plain<Stored>(owner, key, row + i, column, value);
-        finite = finite && is_finite<Stored>(stored);
-        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored;
+        const float (&value)[kVec] = state[i][b];
+        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored[i];
 #pragma unroll
         for (int j = 0; j < kVec / 4; ++j) {
           folded[folded_piece(row + i, column / 4 + j)] =
