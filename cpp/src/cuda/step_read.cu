@@ -1020,8 +1020,8 @@ auto with_quantised(const replayssm_config& config, F&& f) {
 constexpr int64_t kEnoughCtas = 512;
 // A CTA takes more heads than it has warps only as long as that leaves kManyCtas.
 constexpr int64_t kManyCtas = 4096;
-// CTAs that fold, of a grid that has more than those.
-constexpr int kFlushCtas = 264;
+// CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
+int most_flush_ctas(int64_t row_heads) { return row_heads < 8192 ? 264 : 528; }
 
 ReadShared lay_out(const Problem& problem, int tokens, int heads, bool folds) {
   const int P = problem.geometry.head_dim;
@@ -1046,7 +1046,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   ReadParams params{};
   params.scan = scan;
   params.rows = rows;
-  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(kFlushCtas, row_heads)) : 0;
+  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(row_heads), row_heads)) : 0;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
   params.heads = Quotient(g.num_heads);
