@@ -21,8 +21,8 @@
 //     paths and tests of flashinfer, include/flashinfer/mamba/conversion.cuh, and of a second project that agrees) show
 //     the rest: the lower result of a pair takes the 16 bits as they are, the upper one in reverse order; they are
 //     added at the top of the discarded bits, in the subnormal range too; what exceeds 448 saturates.
-//   - Open in public text: f16 results that are subnormal or beyond 65504. There fp16_sr_hardware() is false and the
-//     functions below, which need no hardware, are the definition.
+//   - Open in public text: f16 results that are subnormal or beyond 65504. The functions below, which need no hardware,
+//     are the definition, and what kernels compute there.
 #pragma once
 
 #include <cmath>
@@ -161,17 +161,6 @@ REPLAYSSM_HOST_DEVICE inline float e2m2_to_float(uint32_t code) {
   return bits_float((code & 16u) << 27 | float_bits(magnitude));
 }
 
-// To nearest; what exceeds 7 saturates. Zeros as in E2M1.
-REPLAYSSM_HOST_DEVICE inline uint32_t float_to_e2m2(float value) {
-  const uint32_t sign = value < 0.0f ? 16u : 0u, magnitude = magnitude_bits(value);
-  if (magnitude >= 0x40e00000u) return sign | 15u;
-  // Below 1 codes are 0.25 apart, like floats in [2^21, 2^22).
-  const uint32_t code = magnitude < 0x3f800000u
-                            ? float_bits(add_rn(bits_float(magnitude), 2097152.0f)) - float_bits(2097152.0f)
-                            : ((magnitude + 0xfffffu + (magnitude >> 21 & 1u)) >> 21) - (126u << 2);
-  return sign | code;
-}
-
 // FP16 stochastically, by 13 random bits: exactly unbiased for results from 2^-14 to 65504, within 2^-37 (2^-13 of a
 // step) for subnormal ones. Numbers above 65504 become that or infinity, as the random bits say; from 65536 on
 // infinity.
@@ -184,12 +173,6 @@ REPLAYSSM_HOST_DEVICE inline uint16_t float_to_fp16_sr(float value, uint32_t ran
                             ? (static_cast<uint32_t>(mul_rn(bits_float(magnitude), 137438953472.0f)) + random13) >> 13
                             : ((magnitude + random13) >> 13) - (112u << 10);
   return static_cast<uint16_t>(sign | code);
-}
-
-// Whether cvt.rs.f16x2.f32 is known to give the bits of float_to_fp16_sr for this value.
-REPLAYSSM_HOST_DEVICE inline bool fp16_sr_hardware(float value) {
-  const uint32_t magnitude = magnitude_bits(value);
-  return magnitude >= 0x38800000u && magnitude < 0x477fe000u;
 }
 
 // ---- scales --------------------------------------------------------------------------------------------------------
@@ -238,29 +221,36 @@ struct Nvfp4Amax {
 // The formats below try four scales a block and keep the one of the least squared error. The largest codes lie far
 // apart: mapping the largest of a block to 6.5 (which saturates), 5.5 or 4 instead of 6 pays if the others fit better.
 //
-// They work on u = S / g, g the head's scale, or S / g / c with column scales c, and try divisors d of the block's
+// They work in FP16 on u = S / (512 g c), g the head's scale, c the column's (or 1), and try divisors d of the block's
 // amax:
-//     s = E4M3(amax(u) / d),  r = |u| (1 / s),  error = s^2 sum (r - nearest(r))^2
-// where the sum is over four columns each, left to right, and then (first + second) + (third + fourth). Of equal errors
-// the first divisor wins. g leaves room for an s by the smallest divisor. A head of 2^127 or more tries the first one
-// only, with which no code stands for more than the head's amax; by others one could be beyond the range of float32.
+//     a = max(amax(u), 2^-15 times the largest d),  s = E4M3(a (512 / d)),  r = |u| (2^-5 / s),
+//     error = s^2 sum (2^14 (r - nearest(r)))^2
+// So s is a normal number, and r is 2^-14 times what the code shall stand for: that puts the smallest normal code where
+// FP16 has its smallest normal number, and a code is the upper bits of r, rounded half up. The sum is over the columns
+// n with n mod 4 < 2 and over the others, each left to right by fused multiply-add in FP16, and then one and the other
+// in float32. Of equal errors the first divisor wins. g leaves room for an s by the smallest divisor. A head of 2^127
+// or more tries the first one only, with which no code stands for more than the head's amax; by others one could be
+// beyond the range of float32.
 //
 // Column scales: a block lies within a row and follows the row's size already, but columns differ within it. c is the
 // root of the column's share of the head's amax, in [2^-6, 1]: it brings small columns nearer to the large ones of
 // their block, which c = the share would do at the cost of the large ones. The largest column has c = 1, so amax(u) is
-// that of S / g, but for 1/500 by the rounding of c, which saturates.
+// that of S / (512 g), but for 1/500 by the rounding of c, which saturates.
 
 struct Nvfp4 {
   static constexpr bool kLowBits = false;
   static constexpr bool kColumnScales = true;
   static constexpr int32_t kMantissaBits = 1;
-  static constexpr float kLargest = 6.0f;
 
   REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m1_to_float(code); }
-  REPLAYSSM_HOST_DEVICE static uint32_t code(float value) { return float_to_e2m1(value); }
   REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 256.0f); }
-  REPLAYSSM_HOST_DEVICE static float divisor(int32_t candidate) {
-    return candidate == 0 ? 6.0f : candidate == 1 ? 6.5f : candidate == 2 ? 5.5f : 4.0f;
+  static constexpr float kLeastAmax = 0x1p-15f * 6.5f;
+  // 512 / d.
+  REPLAYSSM_HOST_DEVICE static constexpr float share(int32_t candidate) {
+    return candidate == 0   ? 512.0f / 6.0f
+           : candidate == 1 ? 512.0f / 6.5f
+           : candidate == 2 ? 512.0f / 5.5f
+                            : 512.0f / 4.0f;
   }
 };
 
@@ -269,13 +259,15 @@ struct E2m2 {
   static constexpr bool kLowBits = true;
   static constexpr bool kColumnScales = false;
   static constexpr int32_t kMantissaBits = 2;
-  static constexpr float kLargest = 7.0f;
 
   REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m2_to_float(code); }
-  REPLAYSSM_HOST_DEVICE static uint32_t code(float value) { return float_to_e2m2(value); }
   REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 7.0f * 352.0f); }
-  REPLAYSSM_HOST_DEVICE static float divisor(int32_t candidate) {
-    return candidate == 0 ? 7.0f : candidate == 1 ? 6.5f : candidate == 2 ? 7.5f : 6.0f;
+  static constexpr float kLeastAmax = 0x1p-15f * 7.5f;
+  REPLAYSSM_HOST_DEVICE static constexpr float share(int32_t candidate) {
+    return candidate == 0   ? 512.0f / 7.0f
+           : candidate == 1 ? 512.0f / 6.5f
+           : candidate == 2 ? 512.0f / 7.5f
+                            : 512.0f / 6.0f;
   }
 };
 
@@ -293,44 +285,26 @@ REPLAYSSM_HOST_DEVICE inline uint8_t column_scale(uint32_t amax_bits, uint32_t h
   return float_to_e4m3(root < 0.015625f ? 0.015625f : root);
 }
 
-REPLAYSSM_HOST_DEVICE inline float inverse_of(float scale) { return scale > 0.0f ? div_rn(1.0f, scale) : 0.0f; }
+// u = (S lift) (1 / c) inverse: `lift` brings small heads to where 1 / (512 g) is a float32.
+struct HeadUnit {
+  float lift, inverse;
 
-// u of a value; `inverse` is that of its column scale, 1 without.
-REPLAYSSM_HOST_DEVICE inline float in_head_units(float value, float head_scale, float inverse) {
-  return mul_rn(scaled_down(value, head_scale), inverse);
-}
-
-// s by one of the divisors, from amax(u).
-template <typename Format>
-REPLAYSSM_HOST_DEVICE inline uint8_t searched_scale(uint32_t amax_bits, float head_scale, int32_t candidate) {
-  return head_scale > 0.0f ? block_scale_code(div_rn(bits_float(amax_bits), Format::divisor(candidate))) : uint8_t{0};
-}
-
-// A magnitude rounded to that of a code, as Format::code does.
-template <typename Format>
-REPLAYSSM_HOST_DEVICE inline float nearest(float magnitude) {
-  // Codes of a binade (of all numbers below 2, too) are as far apart as floats are in the binade of this one.
-  const uint32_t binade = (magnitude < 1.0f ? float_bits(1.0f) : float_bits(magnitude)) & kInfinityBits;
-#ifdef __CUDA_ARCH__  // products by powers of two are exact: the same sums
-  constexpr float kUnit = static_cast<float>(1 << (23 - Format::kMantissaBits));
-  const float rounded = fmaf(bits_float(binade), -kUnit, fmaf(bits_float(binade), kUnit, magnitude));
-#else
-  const float shift = bits_float(binade + ((23u - Format::kMantissaBits) << 23));
-  const float rounded = add_rn(add_rn(magnitude, shift), -shift);
-#endif
-  return rounded < Format::kLargest ? rounded : Format::kLargest;
-}
-
-// The sum over four columns; `inverse` is 1 / s.
-template <typename Format>
-REPLAYSSM_HOST_DEVICE inline float squared_distance(const float (&u)[4], float inverse) {
-  float sum = 0.0f;
-  for (int32_t v = 0; v < 4; ++v) {
-    const float r = mul_rn(bits_float(magnitude_bits(u[v])), inverse);
-    const float distance = add_rn(r, -nearest<Format>(r));
-    sum = add_rn(sum, mul_rn(distance, distance));
+  REPLAYSSM_HOST_DEVICE explicit HeadUnit(float head_scale)
+      : lift(head_scale < 0x1p-64f ? 0x1p64f : 1.0f),
+        inverse(head_scale > 0.0f ? div_rn(1.0f, mul_rn(mul_rn(head_scale, lift), 512.0f)) : 0.0f) {}
+  // What values, lifted, are multiplied by.
+  REPLAYSSM_HOST_DEVICE float of_column(uint8_t scale) const {
+    return scale > 0 ? mul_rn(div_rn(1.0f, e4m3_to_float(scale)), inverse) : 0.0f;
   }
-  return sum;
+};
+
+// The magnitude of the code that r is rounded to, from the bits of |r| in FP16. By Nvfp4's divisors r is below 2^-14
+// times 7, from where on a code would be too large.
+template <typename Format>
+REPLAYSSM_HOST_DEVICE inline uint32_t code_of_ratio(uint32_t bits) {
+  constexpr uint32_t kDropped = 10 - Format::kMantissaBits, kLargest = (4u << Format::kMantissaBits) - 1;
+  const uint32_t code = (bits + (1u << (kDropped - 1))) >> kDropped;
+  return code < kLargest ? code : kLargest;
 }
 
 // ---- chunks: where the parts of a head lie, bytes from its start ---------------------------------------------------
@@ -361,10 +335,11 @@ struct RandomWords {
   uint32_t word[4];
 };
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the fewest rounds with which the
+// generator passes all of BigCrush.
 REPLAYSSM_HOST_DEVICE inline RandomWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                                 uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t a = uint64_t{0xd2511f53u} * c0, b = uint64_t{0xcd9e8d57u} * c2;
     c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
     c1 = static_cast<uint32_t>(b);

@@ -140,15 +140,15 @@ def e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def searched(state: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """What the definition of a read copy "nvfp4" or "e2m2" makes of heads [H, P, N], in float32 operations: codes
-    [H, P, N] and scales as numbers. `winner` [H, P, N/16] tells which divisor won.
+    """What the definition of a read copy "nvfp4" or "e2m2" makes of heads [H, P, N], in float32 and float16 operations:
+    codes [H, P, N] and scales as numbers. `winner` [H, P, N/16] tells which divisor won.
     """
     table, divisors, head_divisor, columns = {
         "nvfp4": (E2M1_TABLE, (6.0, 6.5, 5.5, 4.0), 1536.0, True),
         "e2m2": (E2M2_TABLE, (7.0, 6.5, 7.5, 6.0), 2464.0, False),
     }[kind]
     H, P, N = state.shape
-    one = np.float32(1)
+    one, half = np.float32(1), np.float16
     amax = np.abs(state).max((1, 2), keepdims=True)
     g = amax / np.float32(head_divisor)
     live = g > 0
@@ -156,21 +156,28 @@ def searched(state: np.ndarray, kind: str) -> dict[str, np.ndarray]:
         c = np.ones((H, 1, N), np.float32)
         if columns:
             c = e4m3(np.maximum(np.sqrt(np.abs(state).max(1, keepdims=True) / amax), np.float32(2.0**-6)))
-        u = np.where(live, (state / g) * (one / c), 0).reshape(H, P, N // 16, 16)
-    block_amax = np.abs(u).max(-1)
+        lift = np.where(g < 2.0**-64, np.float32(2.0**64), one)
+        inverse = (one / c) * (one / (g * lift * np.float32(512)))
+        u = np.where(live, state * lift * inverse, 0).astype(half).reshape(H, P, N // 16, 16)
+    block_amax = np.maximum(np.abs(u).max(-1).astype(np.float32), np.float32(2.0**-15 * max(divisors)))
     tried = []
     for index, divisor in enumerate(divisors):
-        s = block_amax / np.float32(divisor)
-        s = e4m3(np.where(s == 0, one, np.clip(s, np.float32(2.0**-9), np.float32(448))))
-        r = np.abs(u) * (one / s)[..., None]
-        off = (r - np.array(table, np.float32)[nearest_code(r, table)]) ** 2
-        quads = off.reshape(H, P, N // 16, 4, 4)
-        quads = ((quads[..., 0] + quads[..., 1]) + quads[..., 2]) + quads[..., 3]
-        error = ((quads[..., 0] + quads[..., 1]) + (quads[..., 2] + quads[..., 3])) * s * s
-        tried.append((s, error if index == 0 else np.where(amax < 2.0**127, error, np.inf)))
-    winner = np.argmin([error for _, error in tried], 0)
-    s = np.choose(winner, [s for s, _ in tried])
-    codes = nearest_code(u * (one / s)[..., None], table).reshape(H, P, N)
+        s = e4m3(block_amax * (np.float32(512) / np.float32(divisor)))
+        ratio = np.abs(u) * (np.float32(2.0**-5) / s).astype(half)[..., None]  # 2^-14 codes
+        candidates = np.array(table, np.float64)
+        edges = (candidates[1:] + candidates[:-1]) / 2
+        codes = np.searchsorted(edges, ratio.astype(np.float64) * 2.0**14, side="right")
+        off = ((ratio.astype(np.float64) * 2.0**14 - candidates[codes]) ** 2).reshape(H, P, N // 16, 4, 2, 2)
+        sums = np.zeros((2, H, P, N // 16), half)
+        for part in (0, 1):
+            for column in off[..., part, :].reshape(H, P, N // 16, 8).transpose(3, 0, 1, 2):
+                sums[part] = (sums[part].astype(np.float64) + column).astype(half)
+        error = (sums[0].astype(np.float32) + sums[1].astype(np.float32)) * s * s
+        tried.append((s, codes, error if index == 0 else np.where(amax < 2.0**127, error, np.inf)))
+    winner = np.argmin([error for *_, error in tried], 0)
+    s = np.choose(winner, [s for s, *_ in tried])
+    codes = np.choose(winner[..., None], [codes for _, codes, _ in tried]) + len(table) * np.signbit(u)
+    codes = np.where(live, codes.reshape(H, P, N), 0)
     made = {"codes": codes, "block_scales": np.where(live, s, 0), "head_scale": g[:, 0, 0], "winner": winner}
     return made | ({"column_scales": np.where(live, c, 0)[:, 0]} if columns else {})
 

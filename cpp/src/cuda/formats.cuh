@@ -26,6 +26,9 @@
 namespace replayssm {
 namespace cuda {
 
+__device__ inline uint32_t bits_of(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+__device__ inline __half2 halves_of(uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); }
+
 // Whether a word of stored values holds no infinity and no NaN.
 template <typename Stored>
 __device__ inline bool is_finite(uint32_t word) {
@@ -95,13 +98,15 @@ __device__ inline uint32_t pack_e4m3(const float (&value)[4]) {
 #endif
 }
 
-// The code of a value, as Format::code has it, without branches.
-template <typename Format>
-__device__ inline uint32_t code_of(float value) {
+// float_to_e2m1 without branches.
+__device__ inline uint32_t e2m1_code(float value) {
+  // Codes of a binade (of all numbers below 2, too) are as far apart as floats are in the binade of 2^22 times this
+  // one.
+  const float magnitude = bits_float(magnitude_bits(value));
+  const float binade = bits_float(float_bits(fmaxf(magnitude, 1.0f)) & kInfinityBits);
+  const float nearest = fminf(fmaf(binade, -0x1p22f, fmaf(binade, 0x1p22f, magnitude)), 6.0f);
   // Times 2^-126 the bits of a code's magnitude are the code. Adding 0 turns -0 into 0.
-  const float magnitude = mul_rn(nearest<Format>(bits_float(magnitude_bits(value))), 0x1p-126f);
-  return float_bits(add_rn(value, 0.0f)) >> 31 << (2 + Format::kMantissaBits) |
-         float_bits(magnitude) >> (23 - Format::kMantissaBits);
+  return float_bits(add_rn(value, 0.0f)) >> 31 << 3 | float_bits(mul_rn(nearest, 0x1p-126f)) >> 22;
 }
 
 // 16 bits.
@@ -116,21 +121,137 @@ __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
         "f"(add_rn(value[3], 0.0f)));
   return codes;
 #else
-  return code_of<Nvfp4>(value[0]) | code_of<Nvfp4>(value[1]) << 4 | code_of<Nvfp4>(value[2]) << 8 |
-         code_of<Nvfp4>(value[3]) << 12;
+  return e2m1_code(value[0]) | e2m1_code(value[1]) << 4 | e2m1_code(value[2]) << 8 | e2m1_code(value[3]) << 12;
 #endif
 }
 
-// The upper bits of the codes in 16 bits, their lowest bits in the 4 above. No target rounds to E2M2.
-__device__ inline uint32_t pack_e2m2(const float (&value)[4]) {
-  uint32_t upper = 0, low = 0;
+// ---- searched scales -----------------------------------------------------------------------------------------------
+
+// A block of 16 columns in FP16: of columns 4k to 4k + 3 the pairs {4k, 4k + 2} and {4k + 1, 4k + 3}. As codes in the
+// upper bytes of the halves they are every other code of a word.
+using PairedBlock = __half2[kBlock / 2];
+
+struct SearchedBlock {
+  uint2 codes;        // upper four bits
+  uint32_t low_bits;  // lowest bits, if the format has them
+  uint8_t scale;
+};
+
+// Two E4M3 numbers that are not NaN, as a pair.
+__device__ inline __half2 e4m3_halves(uint32_t codes) {
+#ifdef REPLAYSSM_CVT_E4M3
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+  return halves_of(pair);
+#else
+  // The fields in place, and the exponent's bias corrected by 2^8.
+  const uint32_t bytes = __byte_perm(codes, 0, 0x1404);
+  return __hmul2_rn(halves_of((bytes & 0x80008000u) | (bytes & 0x7f007f00u) >> 1), __float2half2_rn(256.0f));
+#endif
+}
+
+// Two numbers to E4M3, to nearest.
+__device__ inline uint32_t pack_e4m3_pair(float first, float second) {
+#ifdef REPLAYSSM_CVT_E4M3
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+  return codes;
+#else
+  return float_to_e4m3(first) | static_cast<uint32_t>(float_to_e4m3(second)) << 8;
+#endif
+}
+
+// Codes of ratios as formats.h rounds them, in place: the bits of the ratios, with what is below a code dropped.
+template <typename Format>
+__device__ inline uint32_t nearest_pair(uint32_t ratio) {
+  constexpr uint32_t kStep = 1u << (10 - Format::kMantissaBits), kLargest = ((4u << Format::kMantissaBits) - 1) * kStep;
+  const uint32_t nearest = (ratio + (kStep / 2) * 0x10001u) & (0x10000u - kStep) * 0x10001u;
+  return Format::kLowBits ? __vminu2(nearest, kLargest * 0x10001u) : nearest;
+}
+
+// search_block of the host, of |u| and u's signs.
+template <typename Format>
+__device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_only) {
+  static_assert(kCandidates == 4);
+  __half2 both = __float2half2_rn(Format::kLeastAmax);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t code = code_of<E2m2>(value[i]);
-    upper |= code >> 1 << 4 * i;
-    low |= (code & 1u) << i;
+  for (int i = 0; i < kBlock / 2; ++i) both = __hmax2(both, __habs2(u[i]));
+  const float amax = fmaxf(__low2float(both), __high2float(both));
+  uint32_t code[2];
+  __half2 inverse[2];
+  float scale[4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    code[i] = pack_e4m3_pair(mul_rn(amax, Format::share(2 * i)), mul_rn(amax, Format::share(2 * i + 1)));
+    const __half2 scales = e4m3_halves(code[i]);
+    scale[2 * i] = __low2float(scales), scale[2 * i + 1] = __high2float(scales);
+    // The inverse of none of the 8 significands comes near the middle of two FP16 numbers.
+    float of_scale[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_scale[k]) : "f"(scale[2 * i + k]));
+    inverse[i] = __hmul2_rn(__floats2half2_rn(of_scale[0], of_scale[1]), __float2half2_rn(0x1p-5f));
   }
-  return low << 16 | upper;
+  uint32_t best = 0;  // the candidate's inverse, its code above
+  float least = 0.0f;
+#pragma unroll
+  for (int candidate = 0; candidate < kCandidates; ++candidate) {
+    const __half2 pair = inverse[candidate / 2];
+    const __half2 of_scale = candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair);
+    __half2 sum = __float2half2_rn(0.0f);
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const __half2 ratio = __hmul2_rn(u[i], of_scale);
+      __half2 distance;
+      if constexpr (Format::kLowBits) {  // saturates: without the sign
+        const __half2 magnitude = __habs2(ratio);
+        distance = __hsub2_rn(magnitude, halves_of(nearest_pair<Format>(bits_of(magnitude))));
+      } else {
+        distance = __hsub2_rn(ratio, halves_of(nearest_pair<Format>(bits_of(ratio))));
+      }
+      distance = __hmul2_rn(distance, __float2half2_rn(16384.0f));
+      sum = __hfma2(distance, distance, sum);
+    }
+    const float s = scale[candidate];
+    const float error = mul_rn(mul_rn(add_rn(__low2float(sum), __high2float(sum)), s), s);
+    const uint32_t tried = __byte_perm(bits_of(pair), code[candidate / 2], candidate % 2 == 0 ? 0x0410 : 0x0532);
+    if (candidate == 0) {
+      best = tried, least = first_only ? 0.0f : error;
+    } else if (error < least) {
+      best = tried, least = error;
+    }
+  }
+  const __half2 of_scale = halves_of(__byte_perm(best, 0, 0x1010));
+  uint32_t rounded[kBlock / 2];
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    constexpr uint32_t kHalfStep = 1u << (9 - Format::kMantissaBits);
+    const __half2 ratio = __hmul2_rn(u[i], of_scale);
+    if constexpr (Format::kLowBits) {
+      rounded[i] = nearest_pair<Format>(bits_of(__habs2(ratio))) | (bits_of(ratio) & 0x80008000u);
+    } else {
+      rounded[i] = bits_of(ratio) + kHalfStep * 0x10001u;
+    }
+  }
+  SearchedBlock result{};
+  uint32_t words[2];
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    const uint32_t* const pairs = rounded + 4 * word;
+    uint32_t code[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {  // the sign and bits 9 to 11 of a number are the upper bits of its code
+      const uint32_t bytes = __byte_perm(pairs[odd], pairs[2 + odd], 0x7531);
+      code[odd] = (bytes >> 1 & 0x07070707u) | (bytes >> 4 & 0x08080808u);
+      if constexpr (Format::kLowBits) {
+        const uint32_t low = bytes & 0x01010101u;  // of columns 0, 2, 4 and 6 of the word, or of 1, 3, 5 and 7
+        result.low_bits |= (low | low >> 6 | low >> 12 | low >> 18) % 256 << (8 * word + odd);
+      }
+    }
+    words[word] = code[0] | code[1] << 4;
+  }
+  result.codes = make_uint2(words[0], words[1]);
+  result.scale = static_cast<uint8_t>(best >> 16);
+  return result;
 }
 
 // ---- stochastically ------------------------------------------------------------------------------------------------
@@ -146,51 +267,67 @@ __device__ inline uint32_t fp16_sr_code(float value, uint32_t random13) {
   return sign | (magnitude > kInfinityBits ? 0x7e00u : min(code, 0x7c00u));
 }
 
-// `random` is a word of rounding_words: columns 2k and 2k + 1 of a draw take word k.
-__device__ inline uint32_t pack_fp16_sr(float first, float second, uint32_t random) {
-#ifdef REPLAYSSM_CVT_RS
-  if (fp16_sr_hardware(first) && fp16_sr_hardware(second)) {
-    uint32_t pair;
-    asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
-    return pair;
-  }
-#endif
-  return fp16_sr_code(first, random & 0x1fffu) | fp16_sr_code(second, random >> 16 & 0x1fffu) << 16;
-}
-
-// The same for numbers of fp16_sr_hardware(): the random bits are added below the last that stays, and what they don't
-// carry into it is cut off.
-__device__ inline uint32_t pack_common_fp16_sr(float first, float second, uint32_t random) {
+// Two neighbours by a word of rounding_words, if their results are normal numbers below 65504: the random bits are
+// added below the last bit that stays, and what they don't carry into it is cut off. Other results are not what they
+// should be, but not beyond 2^-14 or not below 65504 either, or NaN.
+__device__ inline __half2 pack_common_fp16_sr(float first, float second, uint32_t random) {
   uint32_t pair;
 #ifdef REPLAYSSM_CVT_RS
   asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
 #else
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
       : "=r"(pair)
-      : "f"(bits_float(float_bits(second) + (random >> 16 & 0x1fffu))),
+      : "f"(bits_float(float_bits(second) + ((random & 0x1fff0000u) >> 16))),
         "f"(bits_float(float_bits(first) + (random & 0x1fffu))));
 #endif
-  return pair;
+  return halves_of(pair);
 }
 
-// The 8 columns of a draw.
-__device__ inline uint4 pack_fp16_sr(const float (&value)[kFp16PerDraw], const RandomWords& random) {
-  bool common = true;
+// The same for all numbers below 65504. To one below 2^-14 that is added, which cuts it off at 2^-37, and the last bit
+// that stays is then 2^-24 as it should be; what was added leaves the result as it came.
+__device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint32_t random) {
+  const float value[2] = {first, second};
+  uint32_t lifted[2], lift[2];
 #pragma unroll
-  for (int i = 0; i < kFp16PerDraw; ++i) common = common && fp16_sr_hardware(value[i]);
-  uint32_t pair[kFp16PerDraw / 2];
-  if (common) {
+  for (int i = 0; i < 2; ++i) {
+    const bool small = fabsf(value[i]) < 0x1p-14f;
+    const float added = bits_float((float_bits(value[i]) & 0x80000000u) | float_bits(0x1p-14f));
+    lifted[i] = float_bits(__fadd_rz(value[i], small ? added : 0.0f));
+    lift[i] = small ? 0x400u << 16 * i : 0u;
+  }
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(pair)
+      : "f"(bits_float(lifted[1] + ((random & 0x1fff0000u) >> 16))), "f"(bits_float(lifted[0] + (random & 0x1fffu))));
+  return pair - (lift[0] + lift[1]);
+}
+
+// Columns 2k and 2k + 1 of a draw by word k of it. `finite` becomes false if a result is not.
+template <int kPairs>
+__device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                    uint32_t (&pair)[kPairs], bool& finite) {
+  __half2 least = halves_of(0x7c007c00u), largest = halves_of(0);
 #pragma unroll
-    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
-      pair[i] = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
-    }
+  for (int i = 0; i < kPairs; ++i) {
+    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+    least = __hmin2_nan(least, __habs2(rounded)), largest = __hmax2_nan(largest, __habs2(rounded));
+    pair[i] = bits_of(rounded);
+  }
+  if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
+  bool moderate = true;
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
+  if (moderate) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kFp16PerDraw / 2; ++i) {
-      pair[i] = pack_fp16_sr(value[2 * i], value[2 * i + 1], random.word[i]);
+    for (int i = 0; i < kPairs; ++i) {
+      pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
+                fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
+      finite = finite && is_finite<__half>(pair[i]);
     }
   }
-  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

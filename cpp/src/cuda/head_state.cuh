@@ -97,17 +97,50 @@ struct StateOwner {
   __device__ void report_not_finite() const { report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, row, head, layer.layer); }
 };
 
-// 16 bytes of a plain format, from column `column` of row p on, for kernels that fold and read on.
-template <typename Stored>
-__device__ inline uint4 pack_plain(const StateOwner& owner, const RoundingKey& key, int p, int column,
-                                   const float (&value)[Packed<Stored>::kVec]) {
-  if constexpr (std::is_same_v<Stored, __half>) {
-    if (owner.rounds_stochastically()) {
-      return pack_fp16_sr(value, rounding_words(key, p, column / kFp16PerDraw, owner.writes));
+// How the kernels that fold and read on store a plain format: what of the owner that takes, in registers.
+struct PlainRounding {
+  bool stochastic;
+  RoundingKey key;
+  int64_t writes;
+
+  __device__ explicit PlainRounding(const StateOwner& owner)
+      : stochastic(owner.rounds_stochastically()), key(owner.key()), writes(owner.writes) {}
+
+  // 16 bytes in each of kRows rows from p on, from column `column` on, which are block b of `state`. `finite` becomes
+  // false if a value is not as stored.
+  template <typename Stored, int kRows, int kBlocks>
+  __device__ void pack(int p, int column, const float (&state)[kRows][kBlocks][Packed<Stored>::kVec], int b,
+                       uint4 (&packed)[kRows], bool& finite) const {
+    if constexpr (std::is_same_v<Stored, __half>) {
+      if (stochastic) {
+        // All rows together: they share the keys of the rounds, and the check of their results.
+        constexpr int kPairs = kFp16PerDraw / 2;
+        float value[kRows * kFp16PerDraw];
+        uint32_t random[kRows * kPairs], pair[kRows * kPairs];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const RandomWords drawn = rounding_words(key, p + i, column / kFp16PerDraw, writes);
+#pragma unroll
+          for (int k = 0; k < kPairs; ++k) random[i * kPairs + k] = drawn.word[k];
+#pragma unroll
+          for (int v = 0; v < kFp16PerDraw; ++v) value[i * kFp16PerDraw + v] = state[i][b][v];
+        }
+        pack_fp16_sr(value, random, pair, finite);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const uint32_t* const of_row = pair + i * kPairs;
+          packed[i] = make_uint4(of_row[0], of_row[1], of_row[2], of_row[3]);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      packed[i] = Packed<Stored>::pack(state[i][b]);
+      finite = finite && is_finite<Stored>(packed[i]);
     }
   }
-  return Packed<Stored>::pack(value);
-}
+};
 
 // The bits of the smallest magnitude that a plain format, rounding to nearest, stores as infinity.
 __device__ inline uint32_t infinite_from(int32_t checkpoint_format) {
@@ -185,11 +218,9 @@ __device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p
     }
 #pragma unroll
     for (int i = 0; i < kRowsPerGroup; ++i) {
-      const float (&value)[kHeadVec] = state[i][c];
-      const uint32_t low = pack_fp16_sr(value[0], value[1], random[i][0]);
-      const uint32_t high = pack_fp16_sr(value[2], value[3], random[i][1]);
-      finite = finite && is_finite<__half>(low) && is_finite<__half>(high);
-      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(low, high);
+      uint32_t pair[2];
+      pack_fp16_sr(state[i][c], random[i], pair, finite);
+      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(pair[0], pair[1]);
     }
   }
   return finite;
@@ -236,7 +267,7 @@ __device__ inline void store_fp8(const StateOwner& owner, char* chunk, bool stoc
 }
 
 // Computes and stores the scales of columns; for all threads of a CTA together, those without rows bring zeros. Returns
-// their inverses, in shared memory until the next max_over_cta.
+// HeadUnit::of_column of each, in shared memory until the next max_over_cta.
 template <int kStateDim>
 __device__ inline const float* scale_columns(char* target, int lane, const HeadState<kStateDim>& state,
                                              uint32_t head_amax, float head_scale) {
@@ -258,90 +289,47 @@ __device__ inline const float* scale_columns(char* target, int lane, const HeadS
   if (n < kStateDim) {
     const uint8_t scale = column_scale(column_amax[n], head_amax, head_scale);
     target[n] = static_cast<char>(scale);
-    inverse[n] = inverse_of(e4m3_to_float(scale));
+    inverse[n] = HeadUnit(head_scale).of_column(scale);
   }
   __syncthreads();
   return inverse;
 }
 
-// The code of the best scale of a block, of which each of 4 lanes has 4 columns of u.
 template <typename Format>
-__device__ inline uint8_t best_scale(const float (&u)[kHeadVec], float head_scale, int candidates, int lane) {
-  constexpr int kQuad = kBlock / kHeadVec;
-  static_assert(kQuad == kCandidates);  // each lane computes the scale by one divisor
-  const uint32_t amax = larger_of_both(larger_of_both(amax_of(u), 1), 2);
-  const uint32_t code = searched_scale<Format>(amax, head_scale, lane % kQuad);
-  const float of_lane = e4m3_to_float(static_cast<uint8_t>(code)), inverse_of_lane = inverse_of(of_lane);
-  int best = 0;
-  float least = 0.0f;
-#pragma unroll
-  for (int candidate = 0; candidate < kCandidates; ++candidate) {
-    if (candidate >= candidates) break;
-    const float scale = __shfl_sync(0xffffffffu, of_lane, candidate, kQuad);
-    float sum = squared_distance<Format>(u, __shfl_sync(0xffffffffu, inverse_of_lane, candidate, kQuad));
-    sum = add_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
-    sum = add_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
-    const float error = mul_rn(mul_rn(sum, scale), scale);
-    if (candidate == 0 || error < least) best = candidate, least = error;
+__device__ inline void store_head_scale(const BlockChunk<Format>& layout, float head_scale, char* chunk) {
+  if (threadIdx.x == 0) {  // and the zeros behind it
+    *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
   }
-  return static_cast<uint8_t>(__shfl_sync(0xffffffffu, code, best, kQuad));
 }
 
-// The formats of block scales. `inverse`: of column scales, in shared memory.
-template <typename Format, int kStateDim>
-__device__ inline void store_blocks(const Problem& problem, char* chunk, int p, int lane,
-                                    const HeadState<kStateDim>& state, uint32_t head_amax, const float* inverse) {
+template <int kStateDim>
+__device__ inline void store_nvfp4_amax(const Problem& problem, char* chunk, int p, int lane,
+                                        const HeadState<kStateDim>& state, uint32_t head_amax) {
+  using Format = Nvfp4Amax;
   constexpr int kChunks = kHeadChunks<kStateDim>;
   static_assert(kBlock == 4 * kHeadVec && kChunks % 2 == 0 && kChunks <= 4);
   const BlockChunk<Format> layout{problem.geometry.head_dim, kStateDim};
   const bool odd = lane % 2 == 1;
   const float head_scale = Format::head_scale(head_amax);
-  if (threadIdx.x == 0) {  // and the zeros behind it
-    *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
-  }
+  store_head_scale(layout, head_scale, chunk);
 #pragma unroll
   for (int i = 0; i < kRowsPerGroup; ++i) {
     uint32_t scales = 0;  // byte c: of block 2c in the first half of the group, 2c + 1 in the second
     uint32_t codes[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      uint8_t block_scale;
+      const uint32_t amax = larger_of_both(larger_of_both(amax_of(state[i][c]), 1), 2);
+      const uint8_t block_scale = Format::block_scale(amax, head_scale);
+      const float step = block_step(block_scale, head_scale);
       float value[kHeadVec];
-      if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
-        block_scale = Format::block_scale(larger_of_both(larger_of_both(amax_of(state[i][c]), 1), 2), head_scale);
-        const float step = block_step(block_scale, head_scale);
 #pragma unroll
-        for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c][v], step);
-      } else {
-        float of_columns[kHeadVec] = {1.0f, 1.0f, 1.0f, 1.0f};
-        if constexpr (Format::kColumnScales)
-          load_shared<kHeadVec>(inverse + (c * kLanes + lane) * kHeadVec, of_columns);
-        float u[kHeadVec];
-#pragma unroll
-        for (int v = 0; v < kHeadVec; ++v) u[v] = in_head_units(state[i][c][v], head_scale, of_columns[v]);
-        block_scale = best_scale<Format>(u, head_scale, candidates_of(head_amax), lane);
-        const float of_block = inverse_of(e4m3_to_float(block_scale));
-#pragma unroll
-        for (int v = 0; v < kHeadVec; ++v) value[v] = mul_rn(u[v], of_block);
-      }
+      for (int v = 0; v < kHeadVec; ++v) value[v] = scaled_down(state[i][c][v], step);
       scales |= static_cast<uint32_t>(block_scale) << 8 * c;
-      codes[c] = Format::kLowBits ? pack_e2m2(value) : pack_e2m1(value);
+      codes[c] = pack_e2m1(value);
     }
     const int row_blocks = (p + i) * (kStateDim / kBlock);  // before this row
 #pragma unroll
     for (int c = 0; c < kChunks; c += 2) {
-      if constexpr (Format::kLowBits) {
-        // The halves of the group have two blocks each, in the halves of a word: 2c and 2c + 2, 2c + 1 and 2c + 3.
-        uint32_t low = (codes[c] >> 16 | codes[c + 1] & 0xffff0000u) << lane % 4 * kHeadVec;
-        low |= shuffle_xor(low, 1);
-        low |= shuffle_xor(low, 2);
-        const uint32_t of_odd_blocks = shuffle_xor(low, kLanes / 2);
-        if (lane == 0) {
-          *reinterpret_cast<uint2*>(chunk + layout.low_bits() + 2 * (row_blocks + 2 * c)) =
-              make_uint2(__byte_perm(low, of_odd_blocks, 0x5410), __byte_perm(low, of_odd_blocks, 0x7632));
-        }
-        codes[c] &= 0xffffu, codes[c + 1] &= 0xffffu;
-      }
       // Two lanes have a word of codes in a chunk: the even one stores that of chunk c, the odd one that of chunk c
       // + 1.
       const uint32_t taken = shuffle_xor(odd ? codes[c] : codes[c + 1], 1);
@@ -358,6 +346,56 @@ __device__ inline void store_blocks(const Problem& problem, char* chunk, int p, 
       } else {
         *reinterpret_cast<uint32_t*>(target) = front;
       }
+    }
+  }
+}
+
+// Nvfp4 and E2m2. `inverse`: of columns, in shared memory, if they have scales.
+template <typename Format, int kStateDim>
+__device__ inline void store_searched(const Problem& problem, char* chunk, int p, int lane,
+                                      const HeadState<kStateDim>& state, uint32_t head_amax, const float* inverse) {
+  constexpr int kQuad = kBlock / kHeadVec;  // lanes that have a block
+  static_assert(kQuad == 4 && kRowsPerGroup == 2 && kHeadChunks<kStateDim> % 2 == 0);
+  const BlockChunk<Format> layout{problem.geometry.head_dim, kStateDim};
+  const float head_scale = Format::head_scale(head_amax);
+  const HeadUnit unit(head_scale);
+  store_head_scale(layout, head_scale, chunk);
+  const int member = lane % kQuad;
+#pragma unroll
+  for (int c = 0; c < kHeadChunks<kStateDim>; c += 2) {
+    // Item k of a quad is row p + k / 2, chunk c + k % 2, of which each member has four columns. Member k gets them
+    // all.
+    uint32_t part[2][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float of_columns[kHeadVec] = {unit.inverse, unit.inverse, unit.inverse, unit.inverse};
+      if constexpr (Format::kColumnScales) {
+        load_shared<kHeadVec>(inverse + ((c + k % 2) * kLanes + lane) * kHeadVec, of_columns);
+      }
+      float u[kHeadVec];
+#pragma unroll
+      for (int v = 0; v < kHeadVec; ++v) {
+        u[v] = mul_rn(mul_rn(state[k / 2][c + k % 2][v], unit.lift), of_columns[v]);
+      }
+      part[0][k] = pack_pair<__half>(u[0], u[2]);
+      part[1][k] = pack_pair<__half>(u[1], u[3]);
+    }
+    PairedBlock u;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t received[4];  // received[d]: from member ^ d
+#pragma unroll
+      for (int d = 0; d < 4; ++d) received[d] = shuffle_xor(choose(part[i], member ^ d), d);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) u[2 * k + i] = halves_of(choose(received, member ^ k));
+    }
+    SearchedBlock found{};
+    if (head_scale > 0.0f) found = search_block<Format>(u, candidates_of(head_amax) == 1);
+    const int block = (p + member / 2) * (kStateDim / kBlock) + (c + member % 2) * (kLanes / kQuad) + lane / kQuad;
+    *reinterpret_cast<uint2*>(chunk + block * (kBlock / 2)) = found.codes;
+    chunk[layout.block_scales() + block] = static_cast<char>(found.scale);
+    if constexpr (Format::kLowBits) {
+      *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * block) = static_cast<uint16_t>(found.low_bits);
     }
   }
 }
@@ -404,11 +442,11 @@ __device__ inline void store_state(const StateOwner& owner, const HeadSlot& slot
                          row_amax);
   }
   if (nvfp4_amax) {
-    store_blocks<Nvfp4Amax, kStateDim>(owner.problem, nvfp4_amax, p, lane, state, head_amax, nullptr);
+    store_nvfp4_amax<kStateDim>(owner.problem, nvfp4_amax, p, lane, state, head_amax);
   } else if (nvfp4) {
-    store_blocks<Nvfp4, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, inverse);
+    store_searched<Nvfp4, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, inverse);
   } else if (e2m2) {
-    store_blocks<E2m2, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, nullptr);
+    store_searched<E2m2, kStateDim>(owner.problem, slot.read_copy, p, lane, state, head_amax, nullptr);
   }
   if (!finite) owner.report_not_finite();
 }

@@ -410,17 +410,19 @@ __global__ __launch_bounds__(kThreads,
           for (int c = 0; c < kChunks; ++c) Packed<Stored>::unpack(state[i][c], folded[i][c]);
         fold_records(folded, x + p, layout.x_stride, B, layout.b_stride, fold_weight, *fold_decay, h, lane, N);
         const StateOwner owner{problem, params.layer, params.error, head, row_index, row.stream, row.writes};
-        const RoundingKey key = owner.key();
+        const PlainRounding rounding(owner);
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < kChunks; ++c) {
+          if (c * kLanes * kVec >= N) break;
+          uint4 packed[kRows];
+          rounding.pack<Stored>(p, (c * kLanes + lane) * kVec, folded, c, packed, finite);
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            if (c * kLanes * kVec >= N) break;
-            state[i][c] = pack_plain<Stored>(owner, key, p + i, (c * kLanes + lane) * kVec, folded[i][c]);
-            finite = finite && is_finite<Stored>(state[i][c]);
-            *reinterpret_cast<uint4*>(checkpoint + i * N + c * kLanes * kVec) = state[i][c];
+          for (int i = 0; i < kRows; ++i) {
+            state[i][c] = packed[i];
+            *reinterpret_cast<uint4*>(checkpoint + i * N + c * kLanes * kVec) = packed[i];
           }
+        }
         if (!finite) report_not_finite(params.error, H, params.layer.layer);
       }
     }

@@ -192,7 +192,7 @@ struct Slice {
                        const float* weight, float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
     const int t = lane % 4;
-    const RoundingKey key = owner.key();
+    const PlainRounding rounding(owner);
     bool finite = true;
 #pragma unroll 1
     for (int part = 0; part < kBlocks; part += kPart) {
@@ -203,15 +203,16 @@ struct Slice {
         for (int i = 0; i < 2; ++i) Packed<Stored>::unpack(piece(part + b, i), state[i][b]);
       add_records(state, x, B + part * 4 * kVec, weight, decay, h, lane, mask);
 #pragma unroll
-      for (int b = 0; b < kPart; ++b)
+      for (int b = 0; b < kPart; ++b) {
+        const int row = first_row(lane), column = ((part + b) * 4 + t) * kVec;
+        uint4 folded[2];
+        rounding.pack<Stored>(p + row, column, state, b, folded, finite);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int row = first_row(lane) + i, column = ((part + b) * 4 + t) * kVec;
-          const uint4 folded = pack_plain<Stored>(owner, key, p + row, column, state[i][b]);
-          finite = finite && is_finite<Stored>(folded);
-          piece(part + b, i) = folded;
-          __stwb(reinterpret_cast<uint4*>(target + row * kMaxStateDim + column), folded);
+          piece(part + b, i) = folded[i];
+          __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
         }
+      }
     }
     if (!finite) owner.report_not_finite();
   }

@@ -62,7 +62,7 @@ struct ReadShared {
   int b_new, c, query, zeros, query_scale, g, g_new;   // B of the history is at 0
   int delta, v, u, decay, token_decay, x;              // of each head
   int end, state;                 // of what else there is; of each head. The copy that is cast takes the place of B
-  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [N], [kWarps]
+  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [kWarps][N], [kWarps]
   int state_bytes, bytes;
 
   ReadShared() = default;
@@ -91,7 +91,7 @@ struct ReadShared {
         state(folds ? 0 : end),
         folded(folds ? end : end + heads * round_up(chunk_bytes, 128)),
         inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
-        warp_max(inverse + (folds ? kMaxStateDim * 4 : 0)),
+        warp_max(inverse + (folds ? kWarps * kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
         bytes(warp_max + (folds ? kWarps * 4 : 0)) {}
 };
@@ -113,23 +113,6 @@ struct ReadParams {
 
 // A chunk lies in shared memory as in the slot, but that the halves of every other row of FP8 codes, which fill a
 // 128-byte line, are swapped, so that the 8 lanes of a load meet no bank twice.
-
-// Two E4M3 codes as FP16, exactly.
-__device__ inline __half2 e4m3_halves(uint32_t codes) {
-  uint32_t pair;
-#ifdef REPLAYSSM_CVT_E4M3
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
-  return *reinterpret_cast<const __half2*>(&pair);
-#else
-  // Scales are no NaN. The fields in place, and the exponent's bias corrected by 2^8.
-  const uint32_t bytes = __byte_perm(codes, 0, 0x1404);
-  pair = (bytes & 0x80008000u) | (bytes & 0x7f007f00u) >> 1;
-  return __hmul2(*reinterpret_cast<const __half2*>(&pair), __float2half2_rn(256.0f));
-#endif
-}
-
-__device__ inline uint32_t bits_of(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
-__device__ inline __half2 halves_of(uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); }
 
 // The E2M1 codes kCode and kCode + 4 of a word as FP16, times 2^-14.
 template <int kCode>
@@ -373,7 +356,7 @@ __device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, 
   constexpr bool kWide = sizeof(Stored) == 4;
   const int P = owner.problem.geometry.head_dim, slices = P / kSliceWidth;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const RoundingKey key = owner.key();
+  const PlainRounding rounding(owner);
   bool finite = true;
 #pragma unroll 1
   for (int first = 0; first < slices; first += kWarps) {
@@ -391,23 +374,25 @@ __device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, 
       __syncthreads();
     }
     if (slice >= slices) continue;
+    float state[2][kBlocks][kVec];
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float state[2][1][kVec];
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int b = 0; b < kBlocks; ++b) {
         uint4 raw = packed[i][kWide ? 0 : b];
         if (kWide && has_state) raw = folded[folded_piece(row + i, b * 4 + t)];
-        Packed<Stored>::unpack(raw, state[i][0]);
+        Packed<Stored>::unpack(raw, state[i][b]);
       }
-      add_records(state, x + slice * kSliceWidth + 2 * g, B + b * 4 * kVec, weight, decay, h, lane, mask, x_stride);
+    add_records(state, x + slice * kSliceWidth + 2 * g, B, weight, decay, h, lane, mask, x_stride);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int column = (b * 4 + t) * kVec;
+      uint4 stored[2];
+      rounding.pack<Stored>(row, column, state, b, stored, finite);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = (b * 4 + t) * kVec;
-        const float (&value)[kVec] = state[i][0];
-        const uint4 stored = pack_plain<Stored>(owner, key, row + i, column, value);
-        finite = finite && is_finite<Stored>(stored);
-        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored;
+        const float (&value)[kVec] = state[i][b];
+        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored[i];
 #pragma unroll
         for (int j = 0; j < kVec / 4; ++j) {
           folded[folded_piece(row + i, column / 4 + j)] =
@@ -425,7 +410,8 @@ __device__ __noinline__ float divide(float value, float divisor) { return scaled
 // Division of many values by one that is not negative, with the results of scaled_down.
 class Divisor {
  public:
-  __device__ explicit Divisor(float divisor) : divisor_(divisor), inverse_(inverse_of(divisor)) {}
+  __device__ explicit Divisor(float divisor)
+      : divisor_(divisor), inverse_(divisor > 0.0f ? div_rn(1.0f, divisor) : 0.0f) {}
 
   __device__ void operator()(float (&value)[kBlock]) const {
     uint32_t least = ~0u;  // of the magnitudes above 0, minus 1
@@ -466,38 +452,16 @@ __device__ inline uint32_t amax_of_block(const float (&value)[kBlock]) {
   return amax;
 }
 
-// 1 / scale, of an E4M3 number above 0 (or 0): the approximation is within one place, from where one step of Newton's
-// method gives the rounded result for all the eight significands.
-__device__ inline float inverse_of_e4m3(float scale) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-  return scale > 0.0f ? fmaf(inverse, fmaf(-scale, inverse, 1.0f), inverse) : 0.0f;
-}
-
-template <typename Format>
-__device__ inline uint8_t best_block_scale(const float (&u)[kBlock], float head_scale, int candidates) {
-  const uint32_t amax = amax_of_block(u);
-  uint8_t best = 0;
-  float least = 0.0f;
-#pragma unroll 1
-  for (int candidate = 0; candidate < candidates; ++candidate) {
-    const uint8_t code = searched_scale<Format>(amax, head_scale, candidate);
-    const float scale = e4m3_to_float(code), inverse = inverse_of_e4m3(scale);
-    float sum[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float quad[4] = {u[4 * j], u[4 * j + 1], u[4 * j + 2], u[4 * j + 3]};
-      sum[j] = squared_distance<Format>(quad, inverse);
-    }
-    const float error = mul_rn(mul_rn(add_rn(add_rn(sum[0], sum[1]), add_rn(sum[2], sum[3])), scale), scale);
-    if (candidate == 0 || error < least) best = code, least = error;
-  }
-  return best;
+// max(a, |b|), NaN if one of them is; a is not negative.
+__device__ inline float larger_magnitude(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
+  return result;
 }
 
 // Where a CTA that casts keeps what its threads share.
 struct CastScratch {
-  float* inverse;      // [N], of column scales
+  float* columns;      // [kWarps][N]: amaxes of a warp's rows; then, at the front, HeadUnit::of_column
   uint32_t* warp_max;  // [kWarps]
 };
 
@@ -509,23 +473,18 @@ __device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, 
   constexpr int N = kMaxStateDim;
   const BlockChunk<Format> layout{P, N};
   const int tid = threadIdx.x, block = tid % (N / kBlock);
-  uint32_t amax = 0;  // of a column, or of the thread's blocks
-  if constexpr (Format::kColumnScales) {
-    const float* const values = reinterpret_cast<const float*>(folded);
-#pragma unroll 8
-    for (int row = 0; row < P; ++row) {
-      amax = max(amax, magnitude_bits(values[folded_piece(row, tid / 4) * 4 + tid % 4]));
-    }
-  } else {
-#pragma unroll 1
-    for (int row = tid / (N / kBlock); row < P; row += kThreads / (N / kBlock)) {
-      float value[kBlock];
-      load_block(folded, row, block, value);
-      amax = max(amax, amax_of_block(value));
-    }
+  const int warp = tid / 32, piece = tid % 32;
+  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of the piece in every fourth row
+#pragma unroll 4
+  for (int first = 0; first < P; first += kWarps) {
+    const uint4 v = folded[first * (N / 4) + folded_piece(warp, piece)];  // as of row first + warp
+    amax.x = larger_magnitude(amax.x, bits_float(v.x)), amax.y = larger_magnitude(amax.y, bits_float(v.y));
+    amax.z = larger_magnitude(amax.z, bits_float(v.z)), amax.w = larger_magnitude(amax.w, bits_float(v.w));
   }
-  const uint32_t of_warp = __reduce_max_sync(~0u, amax);
-  if (tid % 32 == 0) scratch.warp_max[tid / 32] = of_warp;
+  if constexpr (Format::kColumnScales) reinterpret_cast<float4*>(scratch.columns)[tid] = amax;
+  const float of_lane = larger_magnitude(larger_magnitude(amax.x, amax.y), larger_magnitude(amax.z, amax.w));
+  const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane));
+  if (piece == 0) scratch.warp_max[warp] = of_warp;
   __syncthreads();
   uint32_t head_amax = 0;
 #pragma unroll
@@ -536,54 +495,67 @@ __device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, 
     *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = last;
     *reinterpret_cast<uint4*>(staged + layout.head_scale()) = last;
   }
+  const HeadUnit unit(head_scale);
   if constexpr (Format::kColumnScales) {
     static_assert(N == kThreads);
-    const uint8_t scale = column_scale(amax, head_amax, head_scale);
+    float of_column = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) of_column = larger_magnitude(of_column, scratch.columns[i * N + tid]);
+    const uint8_t scale = column_scale(float_bits(of_column), head_amax, head_scale);
     chunk[layout.column_scales() + tid] = staged[layout.column_scales() + tid] = static_cast<char>(scale);
-    scratch.inverse[tid] = inverse_of(e4m3_to_float(scale));
+    scratch.columns[tid] = unit.of_column(scale);  // of what is there, no other thread needs a thing
     __syncthreads();
   }
 
-  const Divisor by_head(head_scale);
+  float inverse[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) inverse[i] = unit.inverse;
+  if constexpr (Format::kColumnScales) {
+#pragma unroll
+    for (int j = 0; j < kBlock; j += 4) {
+      float quad[4];
+      load_shared<4>(scratch.columns + block * kBlock + j, quad);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) inverse[j + i] = quad[i];
+    }
+  }
 #pragma unroll 1
-  for (int row = tid / (N / kBlock); row < P; row += kThreads / (N / kBlock)) {
+  for (int first = 0; first < P; first += kThreads / (N / kBlock)) {
     float value[kBlock];
-    load_block(folded, row, block, value);
-    uint8_t block_scale;
+    load_block(folded + first * (N / 4), tid / (N / kBlock), block, value);
+    SearchedBlock found{};
     if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
-      block_scale = Format::block_scale(amax_of_block(value), head_scale);
-      Divisor(block_step(block_scale, head_scale))(value);
-    } else {
-      by_head(value);
-      if constexpr (Format::kColumnScales) {
+      found.scale = Format::block_scale(amax_of_block(value), head_scale);
+      Divisor(block_step(found.scale, head_scale))(value);
+      uint32_t codes[4];
 #pragma unroll
-        for (int j = 0; j < kBlock; j += 4) {
-          float inverse[4];
-          load_shared<4>(scratch.inverse + block * kBlock + j, inverse);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) value[j + i] = mul_rn(value[j + i], inverse[i]);
-        }
+      for (int j = 0; j < 4; ++j) {
+        const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
+        codes[j] = pack_e2m1(quad);
       }
-      block_scale = best_block_scale<Format>(value, head_scale, candidates_of(head_amax));
-      const float inverse = inverse_of_e4m3(e4m3_to_float(block_scale));
+      found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
+    } else if (head_scale > 0.0f) {
+      if (unit.lift != 1.0f) {
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) value[i] = mul_rn(value[i], inverse);
-    }
-    uint32_t codes[4], low = 0;
+        for (int i = 0; i < kBlock; ++i) value[i] = mul_rn(value[i], unit.lift);
+      }
+      PairedBlock u;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
-      codes[j] = Format::kLowBits ? pack_e2m2(quad) : pack_e2m1(quad);
-      low |= codes[j] >> 16 << 4 * j;
+      for (int i = 0; i < kBlock / 2; ++i) {
+        const int column = i / 2 * 4 + i % 2;
+        u[i] =
+            __floats2half2_rn(mul_rn(value[column], inverse[column]), mul_rn(value[column + 2], inverse[column + 2]));
+      }
+      found = search_block<Format>(u, candidates_of(head_amax) == 1);
     }
-    const uint2 words = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-    const int index = row * (N / kBlock) + block;
-    *reinterpret_cast<uint2*>(chunk + index * 8) = words;
-    *reinterpret_cast<uint2*>(staged + index * 8) = words;
-    chunk[layout.block_scales() + index] = staged[layout.block_scales() + index] = static_cast<char>(block_scale);
+    const int index = first * (N / kBlock) + tid;
+    *reinterpret_cast<uint2*>(chunk + index * 8) = found.codes;
+    *reinterpret_cast<uint2*>(staged + index * 8) = found.codes;
+    chunk[layout.block_scales() + index] = staged[layout.block_scales() + index] = static_cast<char>(found.scale);
     if constexpr (Format::kLowBits) {
-      *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = static_cast<uint16_t>(low);
-      *reinterpret_cast<uint16_t*>(staged + layout.low_bits() + 2 * index) = static_cast<uint16_t>(low);
+      const auto low = static_cast<uint16_t>(found.low_bits);
+      *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = low;
+      *reinterpret_cast<uint16_t*>(staged + layout.low_bits() + 2 * index) = low;
     }
   }
 }
@@ -1048,8 +1020,8 @@ auto with_quantised(const replayssm_config& config, F&& f) {
 constexpr int64_t kEnoughCtas = 512;
 // A CTA takes more heads than it has warps only as long as that leaves kManyCtas.
 constexpr int64_t kManyCtas = 4096;
-// CTAs that fold, of a grid that has more than those.
-constexpr int kFlushCtas = 264;
+// CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
+int most_flush_ctas(int64_t row_heads) { return row_heads < 8192 ? 264 : 528; }
 
 ReadShared lay_out(const Problem& problem, int tokens, int heads, bool folds) {
   const int P = problem.geometry.head_dim;
@@ -1074,7 +1046,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   ReadParams params{};
   params.scan = scan;
   params.rows = rows;
-  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(kFlushCtas, row_heads)) : 0;
+  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(row_heads), row_heads)) : 0;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
   params.heads = Quotient(g.num_heads);

@@ -123,19 +123,36 @@ inline bool store_nvfp4_amax(const float* state, int32_t P, int32_t N, char* chu
   return amax < kInfinityBits;
 }
 
-// The E4M3 code of the best scale for the block u.
+inline float rounded_to_fp16(float value) { return fp16_to_float(float_to_fp16(value)); }
+
+struct SearchedBlock {
+  uint8_t scale;
+  uint32_t codes[kBlock];
+};
+
+// The block u by the best of its scales.
 template <typename Format>
-uint8_t best_scale(const float (&u)[kBlock / 4][4], float head_scale, int32_t candidates) {
-  const uint32_t amax = amax_bits(u[0], kBlock);
-  uint8_t best = 0;
+SearchedBlock search_block(const float (&u)[kBlock], int32_t candidates) {
+  const float amax = std::max(bits_float(amax_bits(u, kBlock)), Format::kLeastAmax);
+  SearchedBlock best{};
   float least = 0.0f;
   for (int32_t candidate = 0; candidate < candidates; ++candidate) {
-    const uint8_t code = searched_scale<Format>(amax, head_scale, candidate);
-    const float scale = e4m3_to_float(code), inverse = inverse_of(scale);
-    const float sum = add_rn(add_rn(squared_distance<Format>(u[0], inverse), squared_distance<Format>(u[1], inverse)),
-                             add_rn(squared_distance<Format>(u[2], inverse), squared_distance<Format>(u[3], inverse)));
-    const float error = mul_rn(mul_rn(sum, scale), scale);
-    if (candidate == 0 || error < least) best = code, least = error;
+    SearchedBlock tried;
+    tried.scale = float_to_e4m3(mul_rn(amax, Format::share(candidate)));
+    const float scale = e4m3_to_float(tried.scale), inverse = rounded_to_fp16(div_rn(0x1p-5f, scale));
+    float sum[2] = {};
+    for (int32_t n = 0; n < kBlock; ++n) {
+      const uint16_t ratio = float_to_fp16(mul_rn(bits_float(magnitude_bits(u[n])), inverse));
+      const uint32_t code = code_of_ratio<Format>(ratio);
+      const auto nearest = static_cast<uint16_t>(code << (10 - Format::kMantissaBits));
+      // Exact up to the rounding to FP16: distances are multiples of 2^-10 up to 1.
+      const float distance = mul_rn(add_rn(fp16_to_float(ratio), -fp16_to_float(nearest)), 16384.0f);
+      float& part = sum[n % 4 / 2];
+      part = rounded_to_fp16(add_rn(part, mul_rn(distance, distance)));
+      tried.codes[n] = (float_bits(u[n]) >> 31 << (2 + Format::kMantissaBits)) | code;
+    }
+    const float error = mul_rn(mul_rn(add_rn(sum[0], sum[1]), scale), scale);
+    if (candidate == 0 || error < least) best = tried, least = error;
   }
   return best;
 }
@@ -146,27 +163,29 @@ bool store_searched(const float* state, int32_t P, int32_t N, char* chunk) {
   const BlockChunk<Format> lies{P, N};
   const uint32_t amax = amax_bits(state, int64_t{P} * N);
   const float head_scale = Format::head_scale(amax);
-  float inverse[kMaxStateDim];  // of the column scales
+  const bool live = head_scale > 0.0f;
+  const HeadUnit unit(head_scale);
+  float inverse[kMaxStateDim];
   for (int32_t n = 0; n < N; ++n) {
-    inverse[n] = 1.0f;
+    inverse[n] = unit.inverse;
     if (!Format::kColumnScales) continue;
     uint32_t column_amax = 0;
     for (int32_t p = 0; p < P; ++p) column_amax = std::max(column_amax, magnitude_bits(state[p * N + n]));
     const uint8_t scale = column_scale(column_amax, amax, head_scale);
     chunk[lies.column_scales() + n] = static_cast<char>(scale);
-    inverse[n] = inverse_of(e4m3_to_float(scale));
+    inverse[n] = unit.of_column(scale);
   }
   for (int64_t block = 0; block < lies.blocks(); ++block, state += kBlock) {
-    float u[kBlock / 4][4];
-    for (int32_t n = 0; n < kBlock; ++n) {
-      u[n / 4][n % 4] = in_head_units(state[n], head_scale, inverse[block * kBlock % N + n]);
+    SearchedBlock found{};
+    if (live) {
+      float u[kBlock];
+      for (int32_t n = 0; n < kBlock; ++n) {
+        u[n] = rounded_to_fp16(mul_rn(mul_rn(state[n], unit.lift), inverse[block * kBlock % N + n]));
+      }
+      found = search_block<Format>(u, candidates_of(amax));
     }
-    const uint8_t scale = best_scale<Format>(u, head_scale, candidates_of(amax));
-    chunk[lies.block_scales() + block] = static_cast<char>(scale);
-    const float inverse_scale = inverse_of(e4m3_to_float(scale));
-    uint32_t codes[kBlock];
-    for (int32_t n = 0; n < kBlock; ++n) codes[n] = Format::code(mul_rn(u[n / 4][n % 4], inverse_scale));
-    store_codes(codes, lies, block, chunk);
+    chunk[lies.block_scales() + block] = static_cast<char>(found.scale);
+    store_codes(found.codes, lies, block, chunk);
   }
   store_head_scale(head_scale, lies, chunk);
   return amax < kInfinityBits;
