@@ -123,7 +123,7 @@ struct ReadParams {
   Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
-  int state_bytes;              // of a head, as steps read it,
+  int state_bytes;              // of a head, as steps read it
   struct {
     int64_t state, ring, new_x, out;  // bytes, elements
   } advance;                          // from a head to the warp's next
@@ -820,7 +820,7 @@ struct ReadCta {
     __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
       const replayssm_scan_args& args = cta.args;
       const int64_t first_token = cta.row.first_token;
-      state = (cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head));
+      state = cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head);
       ring = reinterpret_cast<Staged*>(section_of(cta.params.scan.layer.x_ring, cta.row.slot)) +
              head * cta.problem.ring_rows * cta.problem.geometry.head_dim + cta.x_column;
       new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
@@ -916,11 +916,11 @@ struct ReadCta {
     }
 #endif
   }
-  // Until the round-th head of the team is there, for what this thread requested and for blocks.
-  __device__ void await_head(int round) const {
+  // Until the team's head is there, for what this thread requested and for blocks. parity: of the heads before it.
+  __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kFolds && stored_before) await(barrier(), round);
+    if (!kFolds && stored_before) await(barrier(), parity);
 #endif
   }
 
@@ -1319,11 +1319,11 @@ struct ReadCta {
     close_group();
     prepare(load_tokens());
     if constexpr (kFolds) fold();
-    int round = 0, terms = places.terms;
+    int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
       if (!kFolds && team_bits == 0) {
-        await_head(round);
+        await_head(parity);
         __syncwarp();
       }
       append_x(head, places);
@@ -1331,7 +1331,7 @@ struct ReadCta {
       terms += kWarps * 4 * layout.terms_stride;
       if (kFolds || team_bits > 0 || k + kWarps >= heads) break;
       head.advance(params);
-      round ^= 1;
+      parity ^= 1;
       __syncwarp();
       request_head(head, places);
       close_group();
