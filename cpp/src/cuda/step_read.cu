@@ -66,10 +66,10 @@ struct Quotient {
 // Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
 struct ReadShared {
   int tokens;
-  int g_stride, w_stride, x_stride;       // of a token of B^T C; of a part of w; of a record of x
-  int delta_stride;                       // of a head of delta and exponents
-  int x_rows, new_x_row;                  // of a head; where new tokens begin
-  int b_new, c, zeros, query, scaled, g;  // B of the history is at 0
+  int g_stride, w_stride, x_stride;  // of a token of B^T C; of a part of w; of a record of x
+  int delta_stride;                  // of a head of delta and exponents
+  int x_rows, new_x_row;             // of a head; where new tokens begin
+  int b_new, c, zeros, query, g;     // B of the history is at 0
   int g_new, query_scale, barrier;
   int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are
   int w;                                     // of each head, in the place of B and C, of which nothing is needed then
@@ -77,6 +77,7 @@ struct ReadShared {
   int x;                                     // of each team
   int end, state;                 // of what else there is; of each team. The copy that is cast takes the place of B
   int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [N], [kWarps]
+  int scaled;                     // of each warp: C times column scales; in the place of the head that was folded
   int state_bytes, bytes;
 
   ReadShared() = default;
@@ -92,8 +93,7 @@ struct ReadShared {
         c(b_new + tokens * kStride * 2),
         zeros(std::max(c + tokens * kStride * 2, folds ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
-        scaled(query + tokens * kQueryStride * 4),
-        g(scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0)),
+        g(query + tokens * kQueryStride * 4),
         g_new(g + tokens * g_stride * 4),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
@@ -110,8 +110,10 @@ struct ReadShared {
         folded(folds ? end : end + teams * round_up(chunk_bytes, 128)),
         inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
         warp_max(inverse + (folds ? kMaxStateDim * 4 : 0)),
+        scaled(folded),
         state_bytes(round_up(chunk_bytes, 128)),
-        bytes(warp_max + (folds ? kWarps * 4 : 0)) {}
+        bytes(std::max(warp_max + (folds ? kWarps * 4 : 0),
+                       scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
 };
 
 struct ReadParams {
