@@ -337,6 +337,48 @@ struct Spec {
   }
 };
 
+using Matrix = std::tuple<uintptr_t, int32_t, int64_t>;  // address (0: none), dtype, elements from row to row
+
+void rms_norm(int64_t stream, const Matrix& x, const Matrix& addend, const Matrix& gate, uintptr_t weight,
+              int32_t weight_dtype, const Matrix& out, int64_t rows, int32_t width, int32_t groups, float eps) {
+  const auto matrix = [](const Matrix& given) {
+    const auto [address, dtype, stride] = given;
+    return replayssm_tensor{pointer<void>(address), dtype, {stride, 1}};
+  };
+  const auto exec = execution(stream);
+  const replayssm_norm_args args = {
+      matrix(x), matrix(addend), matrix(gate), vector(weight, weight_dtype), matrix(out), rows, width, groups, eps};
+  check(replayssm_rms_norm(&exec, &args));
+}
+
+using Strided = std::tuple<uintptr_t, int64_t, int64_t>;  // address, strides
+
+void attend(int64_t stream, int32_t dtype, const Strided& q, const Strided& keys, const Strided& values,
+            const Strided& out, uintptr_t slots, uintptr_t positions, uintptr_t cells, int32_t rows, int32_t width,
+            int32_t heads, int32_t kv_heads, int32_t head_dim, int32_t num_slots, int32_t capacity, float scale) {
+  const auto tensor = [dtype](const Strided& given) {
+    const auto [address, outer, inner] = given;
+    return replayssm_tensor{pointer<void>(address), dtype, {outer, inner}};
+  };
+  const auto exec = execution(stream);
+  const replayssm_attend_args args = {tensor(q),
+                                      tensor(keys),
+                                      tensor(values),
+                                      tensor(out),
+                                      pointer<int64_t>(slots),
+                                      pointer<int64_t>(positions),
+                                      pointer<int64_t>(cells),
+                                      rows,
+                                      width,
+                                      heads,
+                                      kv_heads,
+                                      head_dim,
+                                      num_slots,
+                                      capacity,
+                                      scale};
+  check(replayssm_attend(&exec, &args));
+}
+
 using Slice = std::tuple<int64_t, int64_t>;
 // Codes by name, counting from 0.
 nb::dict codes(const char* (*name_of)(int32_t)) {
@@ -455,6 +497,8 @@ NB_MODULE(_core, m) {
       .def_prop_ro("conv_ring", [](const replayssm_layout& l) { return slice(l.conv_ring); });
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("rms_norm", &rms_norm, unlocked);
+  m.def("attend", &attend, unlocked);
   nb::class_<Spec>(m, "Spec")
       .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t, int32_t>(),
            nb::arg("geometry"), nb::arg("config"), nb::arg("num_slots"), nb::arg("num_layers"), nb::arg("first_head"),

@@ -36,6 +36,9 @@ SCHEMAS = {
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
+    "rms_norm": "Tensor(a!) x, Tensor? addend, Tensor? gate, Tensor weight, Tensor(b!) out, int groups, float eps",
+    "attend": "Tensor q, Tensor keys, Tensor values, Tensor slots, Tensor positions, Tensor cells, Tensor(a!) out, "
+    "float scale",
     "flush": f"{_LAYER}, Tensor A_log, {_CHECKPOINT}",
     "step": f"{_SCAN}, bool flushed, {_CHECKPOINT}",
     "prefill": f"{_SCAN}, {_CHECKPOINT}",
@@ -166,6 +169,31 @@ def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_
     )
 
 
+def _matrix(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if tensor is None else (*_address_dtype(tensor), tensor.stride(0))
+
+
+def rms_norm(x, addend, gate, weight, out, groups, eps):
+    tensors = (_matrix(x), _matrix(addend), _matrix(gate), *_address_dtype(weight), _matrix(out))
+    _core.rms_norm(_stream(x), *tensors, *x.shape, groups, eps)
+
+
+def attend(q, keys, values, slots, positions, cells, out, scale):
+    _core.attend(
+        _stream(q),
+        DTYPE_CODES[q.dtype],
+        *((tensor.data_ptr(), *tensor.stride()[:2]) for tensor in (q, keys, values, out)),
+        *(tensor.data_ptr() for tensor in (slots, positions, cells)),
+        *cells.shape,
+        q.shape[1],
+        keys.shape[1],
+        q.shape[2],
+        keys.shape[0],
+        keys.shape[2],
+        scale,
+    )
+
+
 def flush(table, data, spec, layer, plan, rows, A_log, checkpoint=None):
     slots = _slots(data, checkpoint)
     core_spec(spec).flush(_stream(table), table.data_ptr(), slots, layer, plan.data_ptr(), rows, *_address_dtype(A_log))
@@ -259,16 +287,16 @@ def copy(table, data, spec, src, dst):
 
 
 def _on_its_device(op):
-    """`op` with the CUDA device of its table (plan_lengths: error word) as the current one: a stream takes launches
-    from its own device only."""
+    """`op` with the CUDA device of its first tensor as the current one: a stream takes launches from its own device
+    only."""
 
     @wraps(op)
-    def run(table, *arguments, **named):
-        if torch.cuda.current_device() == table.device.index:
-            op(table, *arguments, **named)
+    def run(first, *arguments, **named):
+        if torch.cuda.current_device() == first.device.index:
+            op(first, *arguments, **named)
         else:
-            with torch.cuda.device(table.device):
-                op(table, *arguments, **named)
+            with torch.cuda.device(first.device):
+                op(first, *arguments, **named)
 
     return run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a layer over a pool and a plan.
+"""The ops of a layer over a pool and a plan, and what a model has between them: norms and attention.
 
 Tokens are packed: those of plan row 0 first, then row 1, …; padded rows (slot -1) take part in the packing, are neither
 read nor written, and are zero in an output that the op allocates. All ops are asynchronous on CUDA, synchronise nothing
@@ -17,6 +17,7 @@ from .plan import FOLDED, SNAPSHOTTED, STEPPED, Plan
 from .pool import FLOATS, ROWS, STRIDED, WHOLE, StatePool, require_layer, require_tensor
 
 _ops = torch.ops.trtllm_replayssm
+_INT64 = frozenset({torch.int64})
 
 
 def conv_step(
@@ -55,6 +56,97 @@ def conv_step(
     out = _output(pool, out, (num_tokens, channels))
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     _ops.conv_step(*call, xBC, weight, bias, out, _bound(plan, num_tokens))
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    groups: int = 1,
+    *,
+    addend: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row; in fp32, in one pass.
+
+    What stands between the other ops of a model: with `addend` the norm before a layer and the sum before that, with
+    `gate` Mamba-2's norm after the state. A row's bits depend on nothing but the row.
+
+    Args:
+        x: fp32, bf16 or fp16 [rows, width]; rows may be strided, like those of `addend` and `gate`. width / groups: a
+            multiple of 8, at most 16384.
+        weight: fp32, bf16 or fp16 [width].
+        addend: fp32, bf16 or fp16 like `x`: x + addend is stored in `x`, and normed.
+        gate: fp32, bf16 or fp16 like `x`, instead of an addend: x * silu(gate) is normed; `x` stays.
+        dtype: of the result; None: that of `x`.
+
+    Returns:
+        a new tensor [rows, width].
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (rows, width), got {tuple(x.shape)}")
+    dtype = dtype or x.dtype
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype}")
+    for name, tensor in (("x", x), ("addend", addend), ("gate", gate)):
+        if tensor is not None:
+            require_tensor(x, name, tensor, x.shape, FLOATS, ROWS)
+    require_tensor(x, "weight", weight, x.shape[1:], FLOATS, WHOLE)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _ops.rms_norm(x, addend, gate, weight, out, groups, eps)
+    return out
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cells: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Grouped-query attention of new tokens over the keys of their slots up to their own positions:
+    softmax(scale * q . keys) values, in fp32. The keys of the new tokens are there already.
+
+    A token's bits depend neither on its batch nor on the other tokens of its row. Keys behind a row's newest token are
+    not read. Values that only the device knows are not checked, but a row whose slot is none is left out.
+
+    Args:
+        q: fp32, bf16 or fp16 [num_tokens, heads, head_dim], packed row after row; tokens may be strided.
+        keys, values: like `q` in dtype, [num_slots, kv_heads, capacity, head_dim]; slots and heads may be strided.
+        slots, positions: int64 [num_tokens]; positions rise in a row.
+        cells: int64 [rows, width], where each row's tokens are packed; shorter rows repeat their last one.
+        scale: None: head_dim ** -0.5.
+
+    Returns:
+        a new tensor like `q`. Tokens that are in no cell are undefined.
+
+    Raises:
+        NotImplementedError: on CUDA fp32, or another head_dim than 64 and 128.
+    """
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: expected a torch.Tensor, got {type(q).__name__}")
+    if q.dim() != 3 or keys.dim() != 4:
+        shapes = f"{tuple(q.shape)} and {tuple(keys.shape)}"
+        raise ValueError(f"q, keys: expected three and four dimensions, got {shapes}")
+    head_dim = q.shape[2]
+    require_tensor(q, "q", q, q.shape, FLOATS, ROWS)
+    for name, cache in (("keys", keys), ("values", values)):
+        require_tensor(q, name, cache, (*keys.shape[:3], head_dim), frozenset({q.dtype}), ROWS)
+        if cache.stride(2) != head_dim:
+            raise ValueError(f"{name}: expected contiguous positions, got strides {cache.stride()}")
+    for name, tensor in (("slots", slots), ("positions", positions)):
+        require_tensor(q, name, tensor, q.shape[:1], _INT64, WHOLE)
+    if cells.dim() != 2:
+        raise ValueError(f"cells: expected shape (rows, width), got {tuple(cells.shape)}")
+    require_tensor(q, "cells", cells, cells.shape, _INT64, WHOLE)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _ops.attend(q, keys, values, slots, positions, cells, out, head_dim**-0.5 if scale is None else scale)
     return out
 
 
@@ -197,9 +289,9 @@ def _step_bound(pool: StatePool, plan: Plan) -> int:
     if plan.max_count is None:
         return limit
     if plan.max_count > limit:
-        row = plan.counts.index(plan.max_count)
+        row = f" in row {plan.counts.index(plan.max_count)}" if plan.counts else ""
         raise ValueError(
-            f"plan: expected at most max_step_tokens = {limit} tokens a row, got {plan.max_count} in row {row}; "
+            f"plan: expected at most max_step_tokens = {limit} tokens a row, got {plan.max_count}{row}; "
             "use ops.prefill for longer chunks"
         )
     return plan.max_count

@@ -24,7 +24,8 @@ class Plan:
             that a CUDA graph can hold it; `pool.plan(..., out=plan)` plans the next step into it.
         counts: tokens of each row where the host knows them, else None.
         num_tokens: their sum, rows of the packed token tensors; None where `counts` is.
-        max_count: the largest of them; None where `counts` is.
+        max_count: the largest of them, or where only the device knows them the bound that `StatePool.plan` was given;
+            None without one.
         use: what consumes the plan: "stepped" (ops.step), "folded" (ops.prefill, ops.conventional_step), "snapshotted"
             (ops.conventional_verify), or None before the first of these. It stays when the plan is reused through
             `out=`: a captured graph repeats the same ops.
@@ -48,13 +49,15 @@ class Plan:
         self.done: set[int] = set()
         self.open = False
 
-    def begin(self, counts: list[int] | None):
-        """A new step was planned, of these token counts: one int a row, or None if only the device knows them."""
+    def begin(self, counts: list[int] | None, most: int | None = None):
+        """A new step was planned, of these token counts: one int a row, or None if only the device knows them, `most`
+        at most.
+        """
         self.open = True
         self.done.clear()
         self.counts = counts
         self.num_tokens = None if counts is None else sum(counts)
-        self.max_count = None if counts is None else max(counts, default=0)
+        self.max_count = most if counts is None else max(counts, default=0)
 
     def require_open(self, pool):
         """ValueError unless this is an outstanding plan of `pool`."""

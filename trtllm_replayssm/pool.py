@@ -175,13 +175,15 @@ class StatePool:
         if counted:
             self._next_stream += rows
 
-    def plan(self, slots, tokens_per_row=1, out: Plan | None = None) -> Plan:
+    def plan(self, slots, tokens_per_row=1, out: Plan | None = None, most: int | None = None) -> Plan:
         """Plans a step of all layers: snapshots the slots' cursors, decides which rows flush, and opens the slots.
 
         Args:
             slots: ints or int32 [rows], distinct, -1 = padded row.
             tokens_per_row: new tokens of each row, 0 or more: an int for all, ints, or int32 [rows].
             out: a plan of as many rows, committed or abandoned, to reuse; its buffer keeps its address.
+            most: where only the device knows the counts, an upper bound of them: ops then launch no work for longer
+                rows. A row that brings more is refused like other bad values.
 
         Returns:
             `out`, or a new plan.
@@ -217,7 +219,7 @@ class StatePool:
         elif out.open:
             raise ValueError("out: expected a plan that was committed or abandoned, got an outstanding one")
         _ops.plan(self.table, self.spec, slots, counts, uniform, rows, out.buffer)
-        out.begin(known)
+        out.begin(known, most)
         return out
 
     def commit(self, plan: Plan, accepted=None, check: bool = False):
@@ -513,17 +515,19 @@ def require_layer(layer: int, num_layers: int):
         raise ValueError(f"layer: expected 0..{num_layers - 1} of {num_layers} layers, got {layer}")
 
 
-def require_tensor(pool: StatePool, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int):
-    """Raises unless `tensor` lies on the pool's device with this shape and one of the dtypes.
+def require_tensor(
+    pool: StatePool | torch.Tensor, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int
+):
+    """Raises unless `tensor` lies on the device of `pool` with this shape and one of the dtypes.
 
     dense: STRIDED: any strides; ROWS: the last dimension is contiguous; WHOLE: all are.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in ACTIVATIONS.values() if dtype in dtypes)
+        expected = " or ".join(map(str, dtypes if len(dtypes) == 1 else ACTIVATIONS.values()))
         raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
     if tensor.device != pool.device:
         raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")

@@ -179,6 +179,51 @@ replayssm_status check_conventional(const char* op, const Problem& problem) {
   return REPLAYSSM_OK;
 }
 
+replayssm_status check_norm(const replayssm_norm_args& args) {
+  if (args.rows < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "rows: expected >= 0, got %lld", (long long)args.rows);
+  if (args.groups < 1) return fail(REPLAYSSM_INVALID_ARGUMENT, "groups: expected >= 1, got %d", args.groups);
+  if (args.width < 1 || args.width % (int64_t{8} * args.groups) != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "width: expected a multiple of 8 for each of %d groups, got %d",
+                args.groups, args.width);
+  if (args.width / args.groups > REPLAYSSM_MAX_NORM_WIDTH)
+    return fail(REPLAYSSM_UNSUPPORTED, "width: expected at most %d a group, got %d", REPLAYSSM_MAX_NORM_WIDTH,
+                args.width / args.groups);
+  if (!(args.eps >= 0)) return fail(REPLAYSSM_INVALID_ARGUMENT, "eps: expected >= 0, got %g", args.eps);
+  if (args.addend.data && args.gate.data) return fail(REPLAYSSM_INVALID_ARGUMENT, "gate: expected NULL with an addend");
+  if (args.rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(args.x.data);
+  REPLAYSSM_REQUIRE_POINTER(args.weight.data);
+  REPLAYSSM_REQUIRE_POINTER(args.out.data);
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("x", args.x));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("addend", args.addend));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("gate", args.gate));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("weight", args.weight));
+  return check_dtype("out", args.out);
+}
+
+replayssm_status check_attend(const replayssm_attend_args& args) {
+  REPLAYSSM_RETURN_IF_ERROR(check_rows(args.rows));
+  if (args.width < 1) return fail(REPLAYSSM_INVALID_ARGUMENT, "width: expected >= 1, got %d", args.width);
+  if (args.kv_heads < 1 || args.heads < 1 || args.heads % args.kv_heads != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "heads: expected a multiple of kv_heads, got %d and %d", args.heads,
+                args.kv_heads);
+  if (args.head_dim < 8 || args.head_dim % 8 != 0)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "head_dim: expected a multiple of 8, got %d", args.head_dim);
+  if (args.num_slots < 1 || args.capacity < 1)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "keys: expected slots and positions, got %d and %d", args.num_slots,
+                args.capacity);
+  if (args.rows == 0) return REPLAYSSM_OK;
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("q", args.q));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("q", args.q, args.q.dtype));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("keys", args.keys, args.q.dtype));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("values", args.values, args.q.dtype));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args.out, args.q.dtype));
+  REPLAYSSM_REQUIRE_POINTER(args.slots);
+  REPLAYSSM_REQUIRE_POINTER(args.positions);
+  REPLAYSSM_REQUIRE_POINTER(args.cells);
+  return REPLAYSSM_OK;
+}
+
 replayssm_status check_snapshots(const Problem& problem, const replayssm_buffer* snapshots) {
   REPLAYSSM_REQUIRE_POINTER(snapshots);
   REPLAYSSM_REQUIRE_POINTER(snapshots->base);
@@ -419,6 +464,22 @@ replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("weight", args->weight));
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("bias", args->bias));
   return REPLAYSSM_DISPATCH(conv_step, problem, *layer, *table, plan, rows, *args);
+}
+
+replayssm_status replayssm_rms_norm(const replayssm_exec* exec, const replayssm_norm_args* args) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_REQUIRE_POINTER(args);
+  REPLAYSSM_RETURN_IF_ERROR(check_norm(*args));
+  if (args->rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(rms_norm, *args);
+}
+
+replayssm_status replayssm_attend(const replayssm_exec* exec, const replayssm_attend_args* args) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_REQUIRE_POINTER(args);
+  REPLAYSSM_RETURN_IF_ERROR(check_attend(*args));
+  if (args->rows == 0) return REPLAYSSM_OK;
+  return REPLAYSSM_DISPATCH(attend, *args);
 }
 
 replayssm_status replayssm_flush(const replayssm_exec* exec, const replayssm_geometry* geometry,

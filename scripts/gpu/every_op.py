@@ -59,6 +59,13 @@ LONG_ROUNDS = [  # verification of up to 16 tokens a row in a window of 32
 LONG_FLUSHES = 4
 
 
+def agree(what: str, host: torch.Tensor, device: torch.Tensor, tolerance: float) -> None:
+    host, device = host.double(), device.cpu().double()
+    error = ((host - device).norm() / host.norm().clamp_min(1e-30)).item()
+    if not error <= tolerance:
+        raise AssertionError(f"{what}: host and CUDA differ by {error:.2e} (limit {tolerance:.0e})")
+
+
 class Pair:
     """The same pool on the host and on the GPU, there over memory that nothing has written: initcheck sees every read
     of what no op wrote before."""
@@ -80,10 +87,7 @@ class Pair:
         return [host, host.cuda()]
 
     def check(self, what: str, host: torch.Tensor, device: torch.Tensor) -> None:
-        host, device = host.double(), device.cpu().double()
-        error = ((host - device).norm() / host.norm().clamp_min(1e-30)).item()
-        if not error <= self.tolerance:
-            raise AssertionError(f"{what}: host and CUDA differ by {error:.2e} (limit {self.tolerance:.0e})")
+        agree(what, host, device, self.tolerance)
 
     def run(self, rounds: list, flushes: int) -> None:
         g = self.geometry
@@ -163,9 +167,38 @@ class Pair:
                     self.check(name, one[[0, 2]], other[[0, 2]])
 
 
+def check_ops_without_pools(generator: torch.Generator) -> None:
+    """rms_norm and attend, among keys that nothing has written."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x, y, z = (torch.randn(5, 7680, generator=generator) for _ in range(3))
+        for name, groups in (("addend", 1), ("gate", 8)):
+            rows = [
+                ops.rms_norm(x.clone().to(device), y[0].to(device), 1e-5, groups, **{name: z.to(device, dtype)})
+                for device in ("cpu", "cuda")
+            ]
+            agree(f"rms_norm with {name}", *rows, 1e-5)
+        for head_dim, sharing, counts in ((64, 5, [1, 4, 3]), (128, 4, [1, 1, 1]), (128, 5, [4, 9, 30])):
+            starts, tokens, kv_heads, capacity = [0, 37, 16], sum(counts), 2, 60
+            keys, values = torch.randn(2, 4, kv_heads, capacity, head_dim, generator=generator).to(dtype)
+            q = torch.randn(tokens, kv_heads * sharing, head_dim, generator=generator).to(dtype)
+            first = torch.tensor([0, *counts[:-1]]).cumsum(0)
+            cells = first[:, None] + torch.minimum(torch.arange(max(counts)), torch.tensor(counts)[:, None] - 1)
+            slots = torch.tensor([3, 0, 2]).repeat_interleave(torch.tensor(counts))
+            positions = torch.cat([start + torch.arange(n) for n, start in zip(counts, starts, strict=True)])
+            caches = [torch.empty(keys.shape, dtype=dtype, device="cuda") for _ in range(2)]
+            for target, source in zip(caches, (keys, values), strict=True):
+                for slot, start, n in zip([3, 0, 2], starts, counts, strict=True):
+                    target[slot, :, : start + n] = source[slot, :, : start + n].cuda()
+            host = ops.attend(q, keys, values, slots, positions, cells)
+            device = ops.attend(q.cuda(), *caches, slots.cuda(), positions.cuda(), cells.cuda())
+            agree(f"attend, head_dim {head_dim}", host, device, 1e-2)
+
+
 def main() -> int:
     warnings.filterwarnings("ignore", message='checkpoint "bf16"')
     generator = torch.Generator().manual_seed(3)
+    check_ops_without_pools(generator)
+    print("norms and attention: agree with the host")
     for geometry, activation, checkpoint in CASES:
         formats = {"activation": activation, "checkpoint": checkpoint}
         pair = Pair(geometry, ReplayConfig(window=6, max_step_tokens=3, **formats), generator)

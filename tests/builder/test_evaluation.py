@@ -10,7 +10,7 @@ import torch
 from trtllm_replayssm.builder.decoder import MODEL, MTP, export
 from trtllm_replayssm.builder.engine_config import EngineConfig, Pool
 from trtllm_replayssm.runtime import Engine
-from trtllm_replayssm.runtime.batch import Batch, Row
+from trtllm_replayssm.runtime.batch import Batch, Grid, Row
 
 from ..runtime.conftest import SMALL, TINY, relative_error, write_checkpoint
 from .graph_run import NEW_SEQUENCE, GraphRun
@@ -198,7 +198,9 @@ def test_mtp_head(tmp_path):
             place = Row(row, lengths[row], counts[index])
             at = torch.arange(place.start, place.start + place.count)
             slots = torch.full_like(at, row)
-            batch = Batch(None, torch.tensor(tokens[index]), at, slots, place.start + place.count, on_host=[place])
+            grid = Grid.of(torch.tensor([place.count]), place.count, torch.arange(place.count))
+            end = place.start + place.count
+            batch = Batch(None, torch.tensor(tokens[index]), at, slots, end, grid, on_host=[place])
             expected = drafter(batch, hidden[index, : place.count], memory)
             pair.compare(given[index], expected, pair.engine.model.logits(expected))
             lengths[row] += place.count - (pair.random.random() < 0.3)  # the last one was not accepted

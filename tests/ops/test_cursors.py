@@ -388,6 +388,22 @@ def test_step_refuses_long_rows(device):
             pool.validate()
 
 
+@pytest.mark.parametrize("most", [2, 5])
+def test_a_bound_of_counts_that_only_the_device_knows(device, most):
+    pool = make_pool(device)
+    tokens, weights = random_tokens(SMALL, torch.float32, 5, device), Weights.random(SMALL, device)
+    plan = pool.plan([0, 1], int32([2, 3], device), most=most)
+    if device.type == "cpu":
+        assert plan.max_count == 3
+    elif most == 2:
+        ops.step(pool, 0, plan, *tokens, *weights)
+        with pytest.raises(ValueError, match="row 1: brings 3 tokens, expected at most 2"):
+            pool.validate()
+    else:
+        with pytest.raises(ValueError, match="at most max_step_tokens = 3 tokens a row, got 5; use ops.prefill"):
+            ops.step(pool, 0, plan, *tokens, *weights)
+
+
 def test_tokens_beyond_the_tensors(device):
     """Counts that only the device knows and that ask for more tokens than were given."""
     pool = make_pool(device)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from trtllm_replayssm.runtime import Engine, SamplingParams
+from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.sequence import Sequence
 
 from .conftest import TINY, relative_error, same_text
 from .prompts import PROMPTS
@@ -334,3 +336,27 @@ def test_logits_of_bad_tokens(small):
     with pytest.raises(TypeError):
         engine.add_request([3.7])
     assert engine.logits([1, 2]).shape == (2, 1024)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompts", "steps_between"),
+    [(1, [10], 1), (8, [10], 2), (7, [10], 1), (30, [10, 10, 10], 2), (30, [40, 24], 1), (30, [100], 1)],
+)
+def test_passes_for_few_prompts_come_after_two_steps(decoding, prompts, steps_between):
+    """Few: less than an eighth of all, and less than a pass takes (64 tokens). A first prompt waits for nobody."""
+    scheduler = Scheduler(40, 64)
+
+    def add(*lengths):
+        for length in lengths:
+            scheduler.add(Sequence(0, [1] * length, SamplingParams(), frozenset(), None))
+        return scheduler.admit()
+
+    def turns(count):
+        """Passes (True) and steps, of the next `count` turns. Prompts stay as they are."""
+        return [scheduler.next_prompts() is not None for _ in range(count)]
+
+    for sequence in add(*[1] * decoding):
+        sequence.prefilled = 1
+    assert turns(3) == [False] * 3
+    add(*prompts)
+    assert turns(7) == (([True] + [False] * steps_between) * 4)[:7]

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 import torch
 
@@ -366,6 +367,7 @@ class Server:
         sequences = self._scheduler.decoding()
         steps = [sequence.next_step() for sequence in sequences]
         rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]
-        outcomes = self.runner.decode(rows, sum(steps, []), [s.params for s in sequences], self.drafts)
+        tokens = list(chain.from_iterable(steps))
+        outcomes = self.runner.decode(rows, tokens, [s.params for s in sequences], self.drafts)
         self.steps.update((len(step), len(tokens)) for step, (tokens, _) in zip(steps, outcomes, strict=True))
         return sequences, outcomes

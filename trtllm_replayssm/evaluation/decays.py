@@ -39,8 +39,8 @@ class _Observer:
         self.decay, self.squared_decay, self.share = torch.zeros((3, heads), dtype=torch.float64, device=device)
         self.windows = 0
 
-    def __call__(self, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit):
-        y = ops.step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit)
+    def __call__(self, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out=None):
+        y = ops.step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
         rows, sharing = plan.rows, x.shape[1] // B.shape[1]
         # [rows, heads, tokens, ...]
         x, B, C, outputs = (v.double().unflatten(0, (rows, -1)).transpose(1, 2) for v in (x, B, C, y))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .. import ops
 from .dense import Linear
 from .row_tiles import RowTiles
 
@@ -20,7 +21,9 @@ class Attention:
         q, k, v = (self.tiles(proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
-        if batch.on_host is None:
+        if self.has_kernel(q, keys):
+            out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
+        elif batch.on_host is None:
             out = self.together(q, keys, values, batch)
         else:
             parts, first = [], 0
@@ -32,6 +35,10 @@ class Attention:
                 first += row.count
             out = torch.cat(parts)
         return self.tiles(self.o, out.flatten(1))
+
+    def has_kernel(self, q: torch.Tensor, keys: torch.Tensor) -> bool:
+        """Whether ops.attend takes these. On the CPU torch is faster."""
+        return q.is_cuda and q.dtype == keys.dtype != torch.float32 and self.head_dim in (64, 128)
 
     def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .. import Plan
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's share of a batch, known to the host: `count` new tokens after `start` cached ones, in `slot`."""
 
     slot: int
@@ -53,7 +53,7 @@ class Batch:
     is_prompt: prompt chunks (any number of tokens a row) rather than a decode step (one token and its drafts a row).
     on_host: the rows, where layers may depend on them. None: the batch is a decode step whose layers launch the same
         work whatever the values, reading `context` KV positions of every row (so that a CUDA graph can hold it).
-    grid: the rows of a decode step on the device.
+    grid: the rows on the device.
     plan: None where no Mamba layer takes part.
     """
 
@@ -62,6 +62,6 @@ class Batch:
     positions: torch.Tensor
     kv_slots: torch.Tensor
     context: int
+    grid: Grid
     is_prompt: bool = False
     on_host: list[Row] | None = None
-    grid: Grid | None = None

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .. import ops
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x Wᵀ + b in x's dtype; x [n, in] in W's dtype or fp32, W [out, in], b [out] in W's dtype."""
@@ -57,19 +59,17 @@ class RMSNorm:
     """x / rms(x) · weight over the last dimension in groups of equal size, computed in fp32, returned in `dtype`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, groups: int, dtype: torch.dtype):
-        self.weight, self.eps, self.groups, self.dtype = weight.float(), eps, groups, dtype
+        self.weight, self.eps, self.groups, self.dtype = weight, eps, groups, dtype
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.groups == 1:
-            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
-        grouped = x.float().unflatten(-1, (self.groups, -1))
-        grouped = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
-        return (grouped.flatten(-2) * self.weight).to(self.dtype)
+    def __call__(self, x: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+        """x [n, width] -> [n, width]. The norm of x + addend, which then is in x."""
+        return ops.rms_norm(x, self.weight, self.eps, self.groups, addend=addend, dtype=self.dtype)
 
     def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The norm of x · silu(gate): Mamba-2 gates before it norms."""
-        return self(x * F.silu(gate.float()))
+        return ops.rms_norm(x, self.weight, self.eps, self.groups, gate=gate, dtype=self.dtype)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
+    """relu(x)², in the place of x."""
+    return F.relu_(x).square_()

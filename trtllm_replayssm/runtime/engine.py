@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import chain
 from operator import index
 from pathlib import Path
 
@@ -325,10 +326,10 @@ class Serving:
         steps = [sequence.next_step() for sequence in sequences]
         rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]
         drafts = max(sequence.draft_length for sequence in sequences)
-        outcomes = self._runner.decode(rows, sum(steps, []), [s.params for s in sequences], drafts)
+        outcomes = self._runner.decode(rows, list(chain.from_iterable(steps)), [s.params for s in sequences], drafts)
         for sequence, step, (tokens, _) in zip(sequences, steps, outcomes, strict=True):
             sequence.steps.append((len(step), len(tokens)))
-            self._acceptance += Acceptance.of(sequence.steps[-1:])
+        self._acceptance += Acceptance.of([sequence.steps[-1] for sequence in sequences])
         return outcomes
 
     def _append(self, sequence: Sequence, tokens: list[int], drafts: list[int]) -> None:

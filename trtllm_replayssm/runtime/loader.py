@@ -26,8 +26,8 @@ from .weights import Weights
 class Stack:
     """Pre-norm residual layers and the norm after the last one. layers: (norm, mixer) pairs."""
 
-    def __init__(self, layers: list[tuple[RMSNorm, Callable]], final_norm: RMSNorm, tiles: RowTiles):
-        self.layers, self.final_norm, self.tiles = layers, final_norm, tiles
+    def __init__(self, layers: list[tuple[RMSNorm, Callable]], final_norm: RMSNorm):
+        self.layers, self.final_norm = layers, final_norm
 
     def __call__(self, x: torch.Tensor, batch: Batch, memory: Memory) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]. Appends the batch's tokens to `memory`.
@@ -35,10 +35,10 @@ class Stack:
         The sum of the layers is kept in fp32, whatever the checkpoint's `residual_in_fp32` says: it costs next to
         nothing, and in 16 bits every layer's output would be rounded to the spacing of the whole sum.
         """
-        x = x.float()
+        total, newest = x.to(torch.float32, copy=True), None
         for norm, mixer in self.layers:
-            x = x + mixer(self.tiles(norm, x), batch, memory)
-        return self.tiles(self.final_norm, x)
+            newest = mixer(norm(total, newest), batch, memory)
+        return self.final_norm(total, newest)
 
 
 class Loader:
@@ -73,7 +73,7 @@ class Loader:
         layers = [
             (self.norm(name + "norm"), build[kind](name + "mixer.")) for name, kind in zip(names, shown, strict=True)
         ]
-        return Stack(layers, self.norm(final_norm), self.tiles)
+        return Stack(layers, self.norm(final_norm))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or self._dtype

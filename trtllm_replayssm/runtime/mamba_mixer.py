@@ -47,7 +47,10 @@ class MambaMixer:
         heads, head_dim = geometry.num_heads, geometry.head_dim
         d_inner, group_width = heads * head_dim, geometry.num_groups * geometry.state_dim
         z, raw, dt = self.tiles(self.in_proj, x).split([d_inner, d_inner + 2 * group_width, heads], dim=-1)
-        conv = ops.conv_step(pool, self.layer, batch.plan, raw.to(pool.activation), self.conv_weight, self.conv_bias)
+        raw = raw.to(pool.activation)
+        # Rows of no sequence stay undefined in it and in y: no other row meets them, and zeros cost launches.
+        conv = raw.new_empty(raw.shape)
+        ops.conv_step(pool, self.layer, batch.plan, raw, self.conv_weight, self.conv_bias, conv)
         x, B, C = conv.split([d_inner, group_width, group_width], dim=-1)
         scan, more = (ops.prefill, {}) if batch.is_prompt else (self.step, memory.step_arguments(self.layer))
         y = scan(
@@ -62,6 +65,7 @@ class MambaMixer:
             self.D,
             self.dt_bias,
             dt_limit=self.dt_limit,
+            out=conv.new_empty((len(conv), heads, head_dim)),
             **more,
         )
         return self.tiles(lambda y, z: self.out_proj(self.norm.gated(y, z)), y.flatten(1), z)

@@ -79,10 +79,8 @@ class MTP(Drafter):
 
     def _newest(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, context: int) -> Batch:
         """One more token of each row."""
-        batch = Batch(None, tokens, positions, slots, context)
-        if self.together:
-            batch.grid = Grid.of_single_tokens(len(tokens), tokens.device)
-        else:
+        batch = Batch(None, tokens, positions, slots, context, Grid.of_single_tokens(len(tokens), tokens.device))
+        if not self.together:
             rows = zip(slots.tolist(), positions.tolist(), strict=True)
             batch.on_host = [Row(slot, position, 1) for slot, position in rows]
         return batch

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from .. import Plan
@@ -150,18 +151,18 @@ class Runner:
             positions,
             slots,
             max(row.start + row.count for row in rows),
+            Grid.of(counts_there, max(counts), place),
             is_prompt,
             on_host=rows,
-            grid=None if is_prompt else Grid.of(counts_there, max(counts), place),
         )
 
     def batch_together(self, per_token: torch.Tensor, per_row: torch.Tensor, width: int, context: int) -> Batch:
         """A decode step from what `_pack` gives."""
         tokens, positions, slots, place = per_token
         row_slots, counts = per_row
-        plan = self.memory.pool.plan(row_slots.to(torch.int32), 1 if width == 1 else counts.to(torch.int32))
+        plan = self.memory.pool.plan(row_slots.to(torch.int32), 1 if width == 1 else counts.to(torch.int32), most=width)
         kv_slots = torch.where(slots < 0, self.memory.kv.scratch_slot, slots)
-        return Batch(plan, tokens, positions, kv_slots, context, grid=Grid.of(counts, width, place))
+        return Batch(plan, tokens, positions, kv_slots, context, Grid.of(counts, width, place))
 
     def _pack(
         self, rows: list[Row], tokens: list[int], padded_rows: int, width: int, padded_tokens: int
@@ -170,21 +171,19 @@ class Runner:
 
         Padded rows have slot -1 and a token each; the tokens after theirs belong to no row.
         """
-        cells = [(index, row, step) for index, row in enumerate(rows) for step in range(row.count)]
-        padding = padded_tokens - len(tokens)
-        unused = range(len(rows), padded_rows)
-        place = [index * width + step for index, _, step in cells] + [index * width for index in unused]
-        columns = (
-            tokens + [0] * padding,
-            [row.start + step for _, row, step in cells] + [0] * padding,
-            [row.slot for _, row, _ in cells] + [-1] * padding,
-            place + [0] * (padded_tokens - len(place)),
-        )
-        per_row = [row.slot for row in rows] + [-1] * len(unused), [row.count for row in rows] + [1] * len(unused)
-        return self._to_device(columns), self._to_device(per_row)
+        slots, starts, counts = np.array(rows, np.int64).T
+        total, live = len(tokens), len(rows)
+        row = np.repeat(np.arange(live), counts)
+        step = np.arange(total) - np.repeat(counts.cumsum() - counts, counts)
+        per_token = np.zeros((4, padded_tokens), np.int64)
+        per_token[:, :total] = tokens, starts[row] + step, slots[row], row * width + step
+        per_token[2, total:] = -1
+        per_token[3, total : total + padded_rows - live] = np.arange(live, padded_rows) * width
+        per_row = np.array([[-1], [1]]).repeat(padded_rows, 1)
+        per_row[:, :live] = slots, counts
+        return self._to_device(per_token), self._to_device(per_row)
 
     def _to_device(self, values) -> torch.Tensor:
         """int64, without waiting for the device."""
-        device = self.memory.pool.device
-        values = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return values.to(device, non_blocking=True)
+        device, values = self.memory.pool.device, torch.as_tensor(values, dtype=torch.int64)
+        return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

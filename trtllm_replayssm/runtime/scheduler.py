@@ -7,6 +7,8 @@ from collections import deque
 
 from .sequence import Sequence
 
+_FEW = 1 / 8  # of all that run: so few prompts wait for company
+
 
 class Scheduler:
     """Requests wait in line for one of `slots` slots, then run until they finish, leave, or are pre-empted.
@@ -20,7 +22,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free = deque(range(slots))
-        self._last_was_prompt = False
+        self._decoded = 1  # steps since the last pass of prompts
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -62,13 +64,16 @@ class Scheduler:
         """The next prompt chunks (sequence, tokens), as many as fit `prefill_chunk` together; None if it is decoding's
         turn.
 
-        Prompts and decode steps alternate where there are both: neither starves the other.
+        Where there are both, they take turns: neither starves the other. Before a pass for few prompts come two decode
+        steps, for it would take about as long as one for many.
         """
         prompts = [sequence for sequence in self.running if sequence.in_prompt]
-        if not prompts or (self._last_was_prompt and len(prompts) < len(self.running)):
-            self._last_was_prompt = False
+        waiting = sum(len(sequence.prefix) - sequence.prefilled for sequence in prompts)
+        are_few = len(prompts) < _FEW * len(self.running) and waiting < self.prefill_chunk
+        if not prompts or (self._decoded < 1 + are_few and len(prompts) < len(self.running)):
+            self._decoded += 1
             return None
-        self._last_was_prompt = True
+        self._decoded = 0
         chunks, total = [], 0
         for sequence in prompts:
             count = min(self.prefill_chunk, len(sequence.prefix) - sequence.prefilled)

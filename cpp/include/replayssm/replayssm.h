@@ -40,8 +40,9 @@ extern "C" {
 #endif
 
 #define REPLAYSSM_LAYOUT_VERSION 2
-#define REPLAYSSM_MAX_WINDOW 64      /* longest window L */
-#define REPLAYSSM_MAX_STEP_TOKENS 16 /* largest T_max */
+#define REPLAYSSM_MAX_WINDOW 64        /* longest window L */
+#define REPLAYSSM_MAX_STEP_TOKENS 16   /* largest T_max */
+#define REPLAYSSM_MAX_NORM_WIDTH 16384 /* longest group of rms_norm */
 
 typedef enum {
   REPLAYSSM_OK = 0,
@@ -315,6 +316,32 @@ typedef struct {
   int32_t max_count; /* an upper bound of every count, known on the host */
 } replayssm_conv_args;
 
+/* Inputs and output of rms_norm. width: a multiple of 8 * groups, width / groups at most REPLAYSSM_MAX_NORM_WIDTH. */
+typedef struct {
+  replayssm_tensor x;      /* [rows, width], any dtype */
+  replayssm_tensor addend; /* [rows, width], any dtype; data NULL: none. Its sum with x is stored in x, then normed */
+  replayssm_tensor gate;   /* [rows, width], any dtype; data NULL: none. x * silu(gate) is normed; not with addend */
+  replayssm_tensor weight; /* [width], any dtype */
+  replayssm_tensor out;    /* [rows, width], any dtype; overlaps none of the others */
+  int64_t rows;
+  int32_t width, groups;
+  float eps;
+} replayssm_norm_args;
+
+/* Inputs and output of attend. q, keys, values and out have one dtype. */
+typedef struct {
+  replayssm_tensor q;       /* [num_tokens, heads, head_dim] */
+  replayssm_tensor keys;    /* [num_slots, kv_heads, capacity, head_dim]; strides of slots and heads, positions lie
+                               head_dim apart */
+  replayssm_tensor values;  /* like keys */
+  replayssm_tensor out;     /* like q */
+  const int64_t* slots;     /* [num_tokens] */
+  const int64_t* positions; /* [num_tokens], 0..capacity-1, rising in a row */
+  const int64_t* cells;     /* [rows, width]: where each row's tokens are packed; shorter rows repeat their last one */
+  int32_t rows, width, heads, kv_heads, head_dim, num_slots, capacity;
+  float scale; /* of the products of queries and keys */
+} replayssm_attend_args;
+
 /* Text of this thread's last failed call; "" if none. */
 REPLAYSSM_API const char* replayssm_last_error(void);
 /* 1 if the library holds the CUDA ops. */
@@ -418,6 +445,17 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
 
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
+
+/* out = x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row, in FP32: what stands
+ * between the other ops of a model. With `addend` the norm before a layer and the sum before that; with `gate`
+ * Mamba-2's norm after the state. A row's bits depend on nothing but the row. */
+REPLAYSSM_API replayssm_status replayssm_rms_norm(const replayssm_exec* exec, const replayssm_norm_args* args);
+
+/* Grouped-query attention of new tokens over the keys of their slots up to their own positions, which are there
+ * already: out = softmax(scale * q . keys) values, in FP32. A row whose slot is none is not written. A token's bits
+ * depend neither on its batch nor on the other tokens of its row. On CUDA for BF16 and FP16 and head_dim 64 or 128;
+ * else UNSUPPORTED. */
+REPLAYSSM_API replayssm_status replayssm_attend(const replayssm_exec* exec, const replayssm_attend_args* args);
 
 /* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens
  * or a rollback need: the new tokens of a row of count <= max_step_tokens, else the last K-1 (a long row is a prompt

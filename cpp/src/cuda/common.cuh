@@ -124,6 +124,14 @@ inline bool is_aligned(const replayssm_tensor& tensor) {
          tensor.stride[1] * size % 16 == 0;
 }
 
+// Whether a vector, or every row of a matrix, starts where loads of 16 bytes may.
+inline bool is_aligned_vector(const replayssm_tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+}
+inline bool rows_aligned(const replayssm_tensor& matrix) {
+  return is_aligned_vector(matrix) && matrix.stride[0] * element_size(matrix.dtype) % 16 == 0;
+}
+
 // Calls f with a value of the C++ type that stores a plain checkpoint format.
 template <typename F>
 auto with_checkpoint(int32_t format, F&& f) {
@@ -422,6 +430,8 @@ __device__ inline char* section_of(const replayssm_buffer& buffer, int32_t slot)
 
 cudaError_t load_cursor_kernels();
 cudaError_t load_conv_kernels();
+cudaError_t load_norm_kernels();
+cudaError_t load_attention_kernels();
 cudaError_t load_fold_kernels();
 cudaError_t load_step_kernels();
 cudaError_t load_scan_kernels();
