@@ -4,6 +4,7 @@
 // cuda::. Nothing is launched before all checks have passed.
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 
 #include "layout.h"
 
@@ -71,11 +72,12 @@ replayssm_status check_dtype(const char* name, const replayssm_tensor& tensor) {
   return REPLAYSSM_OK;
 }
 
-replayssm_status check_activation(const char* name, const replayssm_tensor& tensor, int32_t activation) {
+replayssm_status check_activation(const char* name, const replayssm_tensor& tensor, int32_t activation,
+                                  const char* whose = "the config's activation") {
   if (!tensor.data) return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: must not be NULL", name);
   if (tensor.dtype != activation)
-    return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: expected the config's activation dtype (code %d), got code %d", name,
-                activation, tensor.dtype);
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "%s: expected %s dtype (code %d), got code %d", name, whose, activation,
+                tensor.dtype);
   return REPLAYSSM_OK;
 }
 
@@ -194,6 +196,10 @@ replayssm_status check_norm(const replayssm_norm_args& args) {
   REPLAYSSM_REQUIRE_POINTER(args.x.data);
   REPLAYSSM_REQUIRE_POINTER(args.weight.data);
   REPLAYSSM_REQUIRE_POINTER(args.out.data);
+  if (args.addend.data && args.rows > 1 && std::llabs(args.x.stride[0]) < args.width)
+    return fail(REPLAYSSM_INVALID_ARGUMENT,
+                "x: expected rows that do not overlap, as sums are stored there, got stride %lld",
+                (long long)args.x.stride[0]);
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("x", args.x));
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("addend", args.addend));
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("gate", args.gate));
@@ -209,15 +215,17 @@ replayssm_status check_attend(const replayssm_attend_args& args) {
                 args.kv_heads);
   if (args.head_dim < 8 || args.head_dim % 8 != 0)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "head_dim: expected a multiple of 8, got %d", args.head_dim);
+  if (static_cast<int64_t>(args.heads / args.kv_heads) * args.width > INT32_MAX / 2)
+    return fail(REPLAYSSM_UNSUPPORTED, "width: too many queries a key head, got %d tokens a row", args.width);
   if (args.num_slots < 1 || args.capacity < 1)
     return fail(REPLAYSSM_INVALID_ARGUMENT, "keys: expected slots and positions, got %d and %d", args.num_slots,
                 args.capacity);
   if (args.rows == 0) return REPLAYSSM_OK;
   REPLAYSSM_RETURN_IF_ERROR(check_dtype("q", args.q));
   REPLAYSSM_RETURN_IF_ERROR(check_activation("q", args.q, args.q.dtype));
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("keys", args.keys, args.q.dtype));
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("values", args.values, args.q.dtype));
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args.out, args.q.dtype));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("keys", args.keys, args.q.dtype, "q's"));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("values", args.values, args.q.dtype, "q's"));
+  REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args.out, args.q.dtype, "q's"));
   REPLAYSSM_REQUIRE_POINTER(args.slots);
   REPLAYSSM_REQUIRE_POINTER(args.positions);
   REPLAYSSM_REQUIRE_POINTER(args.cells);

@@ -8,9 +8,9 @@
 // compiler may contract into a fused multiply-add. Kernels may do the same by other instructions; what counts is the
 // result.
 //
-// Rounding to nearest is ties to even. Magnitudes are compared and rounded as integers: the bits of a positive float
-// are in the order of its value, an increment of the lowest kept bit carries into the exponent by itself, and NaN lies
-// above infinity, which lies above every number.
+// Rounding to nearest is ties to even, but for the codes of searched scales, whose ties go away from 0. Magnitudes are
+// compared and rounded as integers: the bits of a positive float are in the order of its value, an increment of the
+// lowest kept bit carries into the exponent by itself, and NaN lies above infinity, which lies above every number.
 //
 // Stochastic rounding adds random bits to the mantissa bits that the target lacks, and cuts them off: it rounds up with
 // the probability that the cut-off part is of a step. Blackwell's cvt.rs does so in hardware. Its semantics here:

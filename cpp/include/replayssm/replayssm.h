@@ -132,17 +132,17 @@ enum {
  *          Optimizer packs a tensor of one head to the same bytes.
  *   NVFP4 read copy
  *          codes and block scales as above | E4M3 column scales [N] | fp32 head scale | zeros up to a multiple of 16
- *          bytes. g = amax(head) / 1536; column scale c = E4M3(max(sqrt(amax(column) / amax(head)), 2^-6)); block scale
- *          s = E4M3(clamp(amax(16 columns of S / (g c)) / d, 2^-9, 448)), 1 for a block of zeros, by the one of d = 6,
- *          6.5, 5.5, 4 of the least squared error of the block (d = 6 alone if amax(head) >= 2^127);
- *          S = (code * (s * g)) * c.
- *   E2M2   codes of 5 bits: sign, 2 exponent bits, 2 mantissa bits: 0, .25 .. 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7. Their
+ *          bytes. g = amax(head) / 1536; column scale c = E4M3(max(sqrt(amax(column) / amax(head)), 2^-6)); of a block
+ * of 16 columns of u = FP16(S / (512 g c)) the scale s = E4M3(max(amax(u), 2^-15 * 6.5) * 512 / d), by the one of d =
+ * 6, 6.5, 5.5, 4 of the least squared error of the block (d = 6 alone if amax(head) >= 2^127); S = (code * (s * g)) *
+ * c. E2M2   codes of 5 bits: sign, 2 exponent bits, 2 mantissa bits: 0, .25 .. 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7. Their
  *          upper four bits [P,N/2] as in NVFP4 | their lowest bits [P,N/16], 16 columns in a little-endian uint16, the
  *          first in bit 0 | E4M3 block scales [P,N/16] | fp32 head scale | zeros up to a multiple of 16 bytes.
- *          g = amax(head) / 2464; s as in the NVFP4 read copy, with c = 1 and d = 7, 6.5, 7.5, 6; S = code * (s * g).
- * A row or head whose scale is 0 (all values 0, or too small for the scale) has zeros for codes and other scales. One
- * that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere: every value reads as NaN. Steps may
- * multiply C by c instead of S; the order in which a block's squares are summed stands in cpp/src/formats.h. */
+ *          g = amax(head) / 2464; s as in the NVFP4 read copy, with c = 1, d = 7, 6.5, 7.5, 6 and 7.5 for the 6.5 in
+ * the least amax; S = code * (s * g). A row or head whose scale is 0 (all values 0, or too small for the scale) has
+ * zeros for codes and other scales. One that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere:
+ * every value reads as NaN. Steps may multiply C by c instead of S. How the search rounds, in FP16 with ties away from
+ * 0, and sums squares, stands in cpp/src/formats.h. */
 typedef struct {
   int32_t version;
   int32_t ring_rows;             /* R = L + T_max */
@@ -319,7 +319,8 @@ typedef struct {
 /* Inputs and output of rms_norm. width: a multiple of 8 * groups, width / groups at most REPLAYSSM_MAX_NORM_WIDTH. */
 typedef struct {
   replayssm_tensor x;      /* [rows, width], any dtype */
-  replayssm_tensor addend; /* [rows, width], any dtype; data NULL: none. Its sum with x is stored in x, then normed */
+  replayssm_tensor addend; /* [rows, width], any dtype; data NULL: none. Its sum with x, in FP32, is normed, and stored
+                              in x, whose rows must not overlap then */
   replayssm_tensor gate;   /* [rows, width], any dtype; data NULL: none. x * silu(gate) is normed; not with addend */
   replayssm_tensor weight; /* [width], any dtype */
   replayssm_tensor out;    /* [rows, width], any dtype; overlaps none of the others */
@@ -453,8 +454,8 @@ REPLAYSSM_API replayssm_status replayssm_rms_norm(const replayssm_exec* exec, co
 
 /* Grouped-query attention of new tokens over the keys of their slots up to their own positions, which are there
  * already: out = softmax(scale * q . keys) values, in FP32. A row whose slot is none is not written. A token's bits
- * depend neither on its batch nor on the other tokens of its row. On CUDA for BF16 and FP16 and head_dim 64 or 128;
- * else UNSUPPORTED. */
+ * depend neither on its batch nor on the other tokens of its row, unless values of later tokens are not finite: these
+ * may make NaNs of it. On CUDA for BF16 and FP16 and head_dim 64 or 128; else UNSUPPORTED. */
 REPLAYSSM_API replayssm_status replayssm_attend(const replayssm_exec* exec, const replayssm_attend_args* args);
 
 /* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens

@@ -9,7 +9,8 @@
 // added in order. Keys are read once, and none behind the newest token.
 //
 // Which keys a warp takes, and so the order of every sum, depends on their positions alone: a token's bits do not
-// depend on its batch, nor on the tokens beside it.
+// depend on its batch, nor on the tokens beside it. The exception are values that are not finite: a key behind a token
+// has weight 0 in the product, and 0 times such a value is a NaN.
 #include <algorithm>
 #include <utility>
 

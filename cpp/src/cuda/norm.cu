@@ -2,7 +2,7 @@
 //
 // rms_norm: out = x / sqrt(mean(x^2) + eps) * weight over groups of a row.
 //
-// A CTA owns a group of a row, a thread up to four vectors of 8 elements, 4096 elements apart in steps of the CTA. It
+// A CTA owns a group of a row, a thread up to four vectors of 8 elements, as far apart as the CTA's threads reach. It
 // loads each element once and keeps the values to be normed in registers, between them the sum of squares: lanes by
 // shuffles, then every thread adds the warps' sums in the same order. The number of threads follows from the width
 // alone, so that a row's bits do not depend on its batch.

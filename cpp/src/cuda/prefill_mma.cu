@@ -649,7 +649,7 @@ __global__ __launch_bounds__(prefill_threads(kMost),
   store_state<kMaxStateDim>(owner, slot, p, lane, state);
 }
 
-// What a CTA may have, but not more than of a GPU with as much as the H200.
+// What a CTA may have, less 2 KiB; on a GPU that does not say, what the other kernels count on.
 int prefill_shared_limit() {
   int device = 0, granted = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
