@@ -281,8 +281,8 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
 
     step = mamba_mixer.STEPS["conventional"]
 
-    def without_skip(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit):
-        return step(pool, layer, plan, x, B, C, dt, A_log, None, dt_bias, dt_limit)
+    def without_skip(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out):
+        return step(pool, layer, plan, x, B, C, dt, A_log, None, dt_bias, dt_limit, out)
 
     monkeypatch.setitem(mamba_mixer.STEPS, "conventional", without_skip)
     assert main(["demo", "--checkpoint", TINY, "--max-tokens", "24", "--device", "cpu"]) == 1
