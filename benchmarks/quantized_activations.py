@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--recipes", nargs="+", default=[name for name, one in RECIPES.items() if one.layers is None])
-    parser.add_argument("--commit", required=True)
+    parser.add_argument("--commit", default="unknown", help="of this project, for the record")
     parser.add_argument("--output", required=True, metavar="FILE")
     options = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # transformers' convolution is torch's

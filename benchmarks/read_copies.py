@@ -263,8 +263,8 @@ class SimulatedStep:
         self.errors = {name: 0.0 for name in copies}
         self.energy = 0.0
 
-    def __call__(self, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit):
-        y = ops.step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit)
+    def __call__(self, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out=None):
+        y = ops.step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
         rows, heads = plan.rows, x.shape[1]
         section = pool.layout.sections["checkpoint"]
         S = pool.data[layer, :rows, section.offset : section.offset + section.bytes].view(torch.float32)
