@@ -49,10 +49,10 @@ def conv_step(
     _require_plan(pool, layer, plan)
     channels, taps = pool.geometry.conv_channels, pool.geometry.conv_kernel
     num_tokens = _num_tokens(plan, "xBC", xBC)
-    require_tensor(pool, "xBC", xBC, (num_tokens, channels), pool.activations, ROWS)
-    require_tensor(pool, "weight", weight, (channels, taps), FLOATS, WHOLE)
+    require_tensor(pool.device, "xBC", xBC, (num_tokens, channels), pool.activations, ROWS)
+    require_tensor(pool.device, "weight", weight, (channels, taps), FLOATS, WHOLE)
     if bias is not None:
-        require_tensor(pool, "bias", bias, (channels,), FLOATS, WHOLE)
+        require_tensor(pool.device, "bias", bias, (channels,), FLOATS, WHOLE)
     out = _output(pool, out, (num_tokens, channels))
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     _ops.conv_step(*call, xBC, weight, bias, out, _bound(plan, num_tokens))
@@ -78,24 +78,27 @@ def rms_norm(
         x: fp32, bf16 or fp16 [rows, width]; rows may be strided, like those of `addend` and `gate`. width / groups: a
             multiple of 8, at most 16384.
         weight: fp32, bf16 or fp16 [width].
-        addend: fp32, bf16 or fp16 like `x`: x + addend is stored in `x`, and normed.
+        addend: fp32, bf16 or fp16 like `x`: x + addend is stored in `x`, whose rows must not overlap then. What is
+            normed is the fp32 sum, before it is rounded to the dtype of `x`.
         gate: fp32, bf16 or fp16 like `x`, instead of an addend: x * silu(gate) is normed; `x` stays.
         dtype: of the result; None: that of `x`.
 
     Returns:
         a new tensor [rows, width].
+
+    Raises:
+        NotImplementedError: more than 16384 values a group.
+        ValueError: among others, `groups` below 1 or whose width is no multiple of 8, a negative `eps`, both an addend
+            and a gate.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != 2:
-        raise ValueError(f"x: expected shape (rows, width), got {tuple(x.shape)}")
+    _require_dimensions("x", x, "rows", "width")
     dtype = dtype or x.dtype
     if dtype not in FLOATS:
         raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype}")
     for name, tensor in (("x", x), ("addend", addend), ("gate", gate)):
         if tensor is not None:
-            require_tensor(x, name, tensor, x.shape, FLOATS, ROWS)
-    require_tensor(x, "weight", weight, x.shape[1:], FLOATS, WHOLE)
+            require_tensor(x.device, name, tensor, x.shape, FLOATS, ROWS)
+    require_tensor(x.device, "weight", weight, x.shape[1:], FLOATS, WHOLE)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     _ops.rms_norm(x, addend, gate, weight, out, groups, eps)
     return out
@@ -113,12 +116,15 @@ def attend(
     """Grouped-query attention of new tokens over the keys of their slots up to their own positions:
     softmax(scale * q . keys) values, in fp32. The keys of the new tokens are there already.
 
-    A token's bits depend neither on its batch nor on the other tokens of its row. Keys behind a row's newest token are
-    not read. Values that only the device knows are not checked, but a row whose slot is none is left out.
+    A token's bits depend neither on its batch nor on the other tokens of its row, as long as values are finite: a later
+    token's value that is not may make earlier tokens of its row NaN. Keys behind a row's newest token are not read.
+    Values that only the device knows are not checked, but a row whose slot is none is left out.
 
     Args:
-        q: fp32, bf16 or fp16 [num_tokens, heads, head_dim], packed row after row; tokens may be strided.
+        q: fp32, bf16 or fp16 [num_tokens, heads, head_dim], packed row after row; tokens and heads may be strided.
+            head_dim: a multiple of 8.
         keys, values: like `q` in dtype, [num_slots, kv_heads, capacity, head_dim]; slots and heads may be strided.
+            kv_heads divides heads.
         slots, positions: int64 [num_tokens]; positions rise in a row.
         cells: int64 [rows, width], where each row's tokens are packed; shorter rows repeat their last one.
         scale: None: head_dim ** -0.5.
@@ -128,23 +134,20 @@ def attend(
 
     Raises:
         NotImplementedError: on CUDA fp32, or another head_dim than 64 and 128.
+        ValueError: among others, on CUDA, heads of q, keys or values that do not begin at multiples of 16 bytes.
     """
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: expected a torch.Tensor, got {type(q).__name__}")
-    if q.dim() != 3 or keys.dim() != 4:
-        shapes = f"{tuple(q.shape)} and {tuple(keys.shape)}"
-        raise ValueError(f"q, keys: expected three and four dimensions, got {shapes}")
+    _require_dimensions("q", q, "num_tokens", "heads", "head_dim")
+    _require_dimensions("keys", keys, "num_slots", "kv_heads", "capacity", "head_dim")
+    _require_dimensions("cells", cells, "rows", "width")
     head_dim = q.shape[2]
-    require_tensor(q, "q", q, q.shape, FLOATS, ROWS)
+    require_tensor(q.device, "q", q, q.shape, FLOATS, ROWS)
     for name, cache in (("keys", keys), ("values", values)):
-        require_tensor(q, name, cache, (*keys.shape[:3], head_dim), frozenset({q.dtype}), ROWS)
+        require_tensor(q.device, name, cache, (*keys.shape[:3], head_dim), frozenset({q.dtype}), ROWS)
         if cache.stride(2) != head_dim:
             raise ValueError(f"{name}: expected contiguous positions, got strides {cache.stride()}")
     for name, tensor in (("slots", slots), ("positions", positions)):
-        require_tensor(q, name, tensor, q.shape[:1], _INT64, WHOLE)
-    if cells.dim() != 2:
-        raise ValueError(f"cells: expected shape (rows, width), got {tuple(cells.shape)}")
-    require_tensor(q, "cells", cells, cells.shape, _INT64, WHOLE)
+        require_tensor(q.device, name, tensor, q.shape[:1], _INT64, WHOLE)
+    require_tensor(q.device, "cells", cells, cells.shape, _INT64, WHOLE)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _ops.attend(q, keys, values, slots, positions, cells, out, head_dim**-0.5 if scale is None else scale)
     return out
@@ -276,7 +279,8 @@ def conventional_verify(
         ValueError: among others, a slot that holds records, and a row of more than max_step_tokens tokens.
     """
     if pool.snapshots_dtype is not None:  # the library refuses other formats by name
-        require_tensor(pool, "snapshots", snapshots, pool.snapshots_shape, frozenset({pool.snapshots_dtype}), STRIDED)
+        dtypes = frozenset({pool.snapshots_dtype})
+        require_tensor(pool.device, "snapshots", snapshots, pool.snapshots_shape, dtypes, STRIDED)
     if not snapshots[0].is_contiguous():
         raise ValueError(f"snapshots: expected contiguous slots, got strides {snapshots.stride()}")
     operator = _ops.conventional_verify
@@ -308,15 +312,15 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     heads = (geometry.num_heads,)
     head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
     group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
-    require_tensor(pool, "x", x, head_rows, pool.activations, ROWS)
-    require_tensor(pool, "B", B, group_rows, pool.activations, ROWS)
-    require_tensor(pool, "C", C, group_rows, pool.activations, ROWS)
-    require_tensor(pool, "dt", dt, head_rows[:2], FLOATS, STRIDED)
-    require_tensor(pool, "A_log", A_log, heads, FLOATS, WHOLE)
+    require_tensor(pool.device, "x", x, head_rows, pool.activations, ROWS)
+    require_tensor(pool.device, "B", B, group_rows, pool.activations, ROWS)
+    require_tensor(pool.device, "C", C, group_rows, pool.activations, ROWS)
+    require_tensor(pool.device, "dt", dt, head_rows[:2], FLOATS, STRIDED)
+    require_tensor(pool.device, "A_log", A_log, heads, FLOATS, WHOLE)
     if D is not None:
-        require_tensor(pool, "D", D, heads, FLOATS, WHOLE)
+        require_tensor(pool.device, "D", D, heads, FLOATS, WHOLE)
     if dt_bias is not None:
-        require_tensor(pool, "dt_bias", dt_bias, heads, FLOATS, WHOLE)
+        require_tensor(pool.device, "dt_bias", dt_bias, heads, FLOATS, WHOLE)
     try:
         low, high = map(float, dt_limit)
     except (TypeError, ValueError):
@@ -334,6 +338,14 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     plan.note_use(use, layer)
     pool.decay[layer] = A_log
     return out
+
+
+def _require_dimensions(name: str, tensor, *dimensions: str):
+    """TypeError or ValueError unless `tensor` is one of as many dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != len(dimensions):
+        raise ValueError(f"{name}: expected shape ({', '.join(dimensions)}), got {tuple(tensor.shape)}")
 
 
 def _require_plan(pool: StatePool, layer: int, plan: Plan):
@@ -360,7 +372,7 @@ def _output(pool: StatePool, out: torch.Tensor | None, shape: tuple[int, ...]) -
     """`out`, checked, or a new tensor of zeros: rows that the op does not write are then defined."""
     if out is None:
         return torch.zeros(shape, dtype=pool.activation, device=pool.device)
-    require_tensor(pool, "out", out, shape, pool.activations, ROWS)
+    require_tensor(pool.device, "out", out, shape, pool.activations, ROWS)
     extent = 1
     for size, stride in zip(reversed(shape), reversed(out.stride()), strict=True):
         if size > 1 and stride < extent:

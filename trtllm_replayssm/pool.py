@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of all sequences: slots, cursors, and what moves them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .rows import device_rows, distinct_slots, host_rows, upload
 
 _ops = torch.ops.trtllm_replayssm
 _INT32_MAX = 2**31 - 1
-FLOATS = frozenset(DTYPE_CODES)
+FLOATS = DTYPE_CODES.keys()
 _FP32 = frozenset({torch.float32})
 STRIDED, ROWS, WHOLE = range(3)  # how dense `require_tensor` wants its tensor
 
@@ -182,14 +182,15 @@ class StatePool:
             slots: ints or int32 [rows], distinct, -1 = padded row.
             tokens_per_row: new tokens of each row, 0 or more: an int for all, ints, or int32 [rows].
             out: a plan of as many rows, committed or abandoned, to reuse; its buffer keeps its address.
-            most: where only the device knows the counts, an upper bound of them: ops then launch no work for longer
-                rows. A row that brings more is refused like other bad values.
+            most: an upper bound of the counts, 0 or more: where only the device knows them, ops launch no work for
+                longer rows. A row that brings more is refused like other bad values.
 
         Returns:
             `out`, or a new plan.
 
         Raises:
-            ValueError: an open, abandoned or half restored slot, a slot named twice or out of range, a negative count.
+            ValueError: an open, abandoned or half restored slot, a slot named twice or out of range, a negative count,
+                one above `most`.
         """
         slots = self._slots("slots", slots, padding=True)
         rows = slots.numel()
@@ -212,6 +213,13 @@ class StatePool:
             _require_rows("tokens_per_row", len(known), rows)
         if known is not None and sum(known) > _INT32_MAX:
             raise ValueError(f"tokens_per_row: expected at most {_INT32_MAX} tokens in all, got {sum(known)}")
+        if most is not None:
+            most = int32_field("most", most)
+            if most < 0:
+                raise ValueError(f"most: expected 0 or more, got {most}")
+            if known and max(known) > most:
+                row = known.index(max(known))
+                raise ValueError(f"tokens_per_row[{row}]: expected at most most = {most}, got {known[row]}")
         if out is None:
             out = Plan(self, rows)
         elif out.pool is not self or out.rows != rows:
@@ -291,7 +299,7 @@ class StatePool:
         if A_log is None:
             A_log = self.decay[layer]
         else:
-            require_tensor(self, "A_log", A_log, (self.geometry.num_heads,), FLOATS, WHOLE)
+            require_tensor(self.device, "A_log", A_log, (self.geometry.num_heads,), FLOATS, WHOLE)
         state_shape, tail_shape = self._state_shapes(slots.numel())
         state = torch.zeros(state_shape, dtype=torch.float32, device=self.device)
         conv_tail = None
@@ -316,8 +324,8 @@ class StatePool:
         require_layer(layer, self.num_layers)
         slots = self._slots("slots", slots, padding=True)
         state_shape, tail_shape = self._state_shapes(slots.numel())
-        require_tensor(self, "state", state, state_shape, _FP32, WHOLE)
-        require_tensor(self, "conv_tail", conv_tail, tail_shape, _FP32, WHOLE)
+        require_tensor(self.device, "state", state, state_shape, _FP32, WHOLE)
+        require_tensor(self.device, "conv_tail", conv_tail, tail_shape, _FP32, WHOLE)
         _ops.restore(self.table, self.data, self.spec, layer, slots, state, conv_tail)
 
     def refresh_read_copy(self, layer: int, slots):
@@ -476,7 +484,7 @@ class StatePool:
         """TypeError or ValueError unless the external checkpoint is one of this pool."""
         shape = (self.num_layers, self.num_slots, *self._state_shapes(1)[0][1:])
         dtype = torch.float16 if self.config.checkpoint == "fp16_sr" else ACTIVATIONS[self.config.checkpoint]
-        require_tensor(self, "external checkpoint", self.checkpoint, shape, frozenset({dtype}), STRIDED)
+        require_tensor(self.device, "external checkpoint", self.checkpoint, shape, frozenset({dtype}), STRIDED)
         if self.num_layers and not self.checkpoint[0, 0].is_contiguous():
             strides = self.checkpoint.stride()
             raise ValueError(f"external checkpoint: expected contiguous states [H, P, N], got strides {strides}")
@@ -516,9 +524,9 @@ def require_layer(layer: int, num_layers: int):
 
 
 def require_tensor(
-    pool: StatePool | torch.Tensor, name: str, tensor, shape: tuple[int, ...], dtypes: frozenset, dense: int
+    device: torch.device, name: str, tensor, shape: tuple[int, ...], dtypes: Set[torch.dtype], dense: int
 ):
-    """Raises unless `tensor` lies on the device of `pool` with this shape and one of the dtypes.
+    """Raises unless `tensor` lies on `device` with this shape and one of the dtypes.
 
     dense: STRIDED: any strides; ROWS: the last dimension is contiguous; WHOLE: all are.
     """
@@ -527,10 +535,9 @@ def require_tensor(
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        expected = " or ".join(map(str, dtypes if len(dtypes) == 1 else ACTIVATIONS.values()))
-        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
-    if tensor.device != pool.device:
-        raise ValueError(f"{name}: expected a tensor on {pool.device}, got one on {tensor.device}")
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
     if dense == ROWS and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
     if dense == WHOLE and not tensor.is_contiguous():

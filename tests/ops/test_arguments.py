@@ -30,7 +30,11 @@ SCAN_CASES = [
     (dict(C=lambda C: C.tolist()), TypeError, "C: expected a torch.Tensor, got list"),
     (dict(C=lambda C: C.mT.contiguous().mT), ValueError, "C: expected a contiguous last dimension"),
     (dict(dt=lambda dt: dt[:, :3]), ValueError, r"dt: expected shape \(3, 4\), got \(3, 3\)"),
-    (dict(dt=lambda dt: dt.int()), TypeError, "dt: expected torch.float32 or torch.bfloat16 .*, got torch.int32"),
+    (
+        dict(dt=lambda dt: dt.int()),
+        TypeError,
+        "dt: expected torch.float32 or torch.bfloat16 or torch.float16, got torch.int32",
+    ),
     (dict(A_log=lambda A: A[:3]), ValueError, r"A_log: expected shape \(4,\), got \(3,\)"),
     (dict(A_log=lambda A: A.double()), TypeError, "A_log: expected .*, got torch.float64"),
     (dict(A_log=lambda A: A[:1].expand(4)), ValueError, r"A_log: expected a contiguous tensor, got strides \(0,\)"),
@@ -135,6 +139,11 @@ def test_conv_arguments(device, change, error, match):
         (([0, 1], 2**31), ValueError, r"tokens_per_row\[0\]: expected 0..2147483647, got 2147483648"),
         (([0, 1], 2**30), ValueError, "tokens_per_row: expected at most 2147483647 tokens in all, got 2147483648"),
         (([0, 1], torch.ones(2)), TypeError, "tokens_per_row: expected torch.int32, got torch.float32"),
+        (([0, 1], 1, None, -1), ValueError, "most: expected 0 or more, got -1"),
+        (([0, 1], 1, None, 1.0), TypeError, r"most: expected an int, got 1.0 \(float\)"),
+        (([0, 1], 1, None, True), TypeError, r"most: expected an int, got True \(bool\)"),
+        (([0, 1], 2, None, 1), ValueError, r"tokens_per_row\[0\]: expected at most most = 1, got 2"),
+        (([0, 1], [1, 3], None, 2), ValueError, r"tokens_per_row\[1\]: expected at most most = 2, got 3"),
     ],
 )
 def test_plan_arguments(device, arguments, error, match):

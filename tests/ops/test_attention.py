@@ -92,19 +92,25 @@ def test_rows_without_a_slot_are_left_out(device):
     for slot in (-1, len(case.keys)):
         slots = case.slots.clone()
         slots[:2] = slot
-        assert same_bits(case.run(slots=slots)[2:], whole[2:])
+        out = torch.full_like(whole, 7.0)
+        arguments = (case.q, case.keys, case.values, slots, case.positions, case.cells, out, 64**-0.5)
+        torch.ops.trtllm_replayssm.attend(*arguments)
+        assert out[:2].eq(7).all() and same_bits(out[2:], whole[2:])
 
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
         (dict(q=lambda q: q.tolist()), TypeError, "q: expected a torch.Tensor, got list"),
-        (dict(q=lambda q: q[0]), ValueError, r"q, keys: expected three and four dimensions, got \(10, 64\) and"),
+        (dict(q=lambda q: q[0]), ValueError, r"q: expected shape \(num_tokens, heads, head_dim\), got \(10, 64\)"),
+        (dict(keys=lambda k: [1]), TypeError, "keys: expected a torch.Tensor, got list"),
+        (dict(keys=lambda k: k[0]), ValueError, r"keys: expected shape \(num_slots, kv_heads, .*, got \(2, "),
         (dict(keys=lambda k: k.half()), TypeError, "keys: expected torch.bfloat16, got torch.float16"),
         (dict(values=lambda v: v[:1]), ValueError, r"values: expected shape \(4, 2, 80, 64\), got \(1, 2, 80, 64\)"),
         (dict(values=lambda v: v[..., ::2].repeat(1, 1, 1, 2)[..., :64].mT.contiguous().mT), ValueError, "values: "),
         (dict(slots=lambda s: s.int()), TypeError, "slots: expected torch.int64, got torch.int32"),
         (dict(positions=lambda p: p[1:]), ValueError, r"positions: expected shape \(4,\), got \(3,\)"),
+        (dict(cells=lambda c: c.tolist()), TypeError, "cells: expected a torch.Tensor, got list"),
         (dict(cells=lambda c: c[0]), ValueError, r"cells: expected shape \(rows, width\), got \(2,\)"),
         (dict(keys=lambda k: k.repeat(1, 2, 1, 1)[:, :3], values=lambda v: v.repeat(1, 2, 1, 1)[:, :3]), ValueError,
          "heads: expected a multiple of kv_heads, got 10 and 3"),

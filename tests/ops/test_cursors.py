@@ -392,10 +392,17 @@ def test_step_refuses_long_rows(device):
 def test_a_bound_of_counts_that_only_the_device_knows(device, most):
     pool = make_pool(device)
     tokens, weights = random_tokens(SMALL, torch.float32, 5, device), Weights.random(SMALL, device)
-    plan = pool.plan([0, 1], int32([2, 3], device), most=most)
-    if device.type == "cpu":
-        assert plan.max_count == 3
-    elif most == 2:
+    counts = int32([2, 3], device)
+    if device.type == "cpu":  # where the host knows them, too
+        if most == 2:
+            with pytest.raises(ValueError, match=r"tokens_per_row\[1\]: expected at most most = 2, got 3"):
+                pool.plan([0, 1], counts, most=most)
+            assert not pool.cursors().flags.any()
+        else:
+            assert pool.plan([0, 1], counts, most=most).max_count == 3
+        return
+    plan = pool.plan([0, 1], counts, most=most)
+    if most == 2:
         ops.step(pool, 0, plan, *tokens, *weights)
         with pytest.raises(ValueError, match="row 1: brings 3 tokens, expected at most 2"):
             pool.validate()

@@ -25,10 +25,12 @@ def expected(x, weight, eps, groups=1, addend=None, gate=None):
     return (parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(1) * weight.double()
 
 
+@pytest.mark.parametrize("x_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("width", "groups"), [(8, 1), (72, 3), (3136, 1), (7680, 8), (8200, 1), (16384, 1)])
-def test_sums_gates_and_groups(device, dtype, width, groups):
-    x, other = matrix(3, width, device), matrix(3, width, device, dtype, seed=1)
+def test_sums_gates_and_groups(device, dtype, x_dtype, width, groups):
+    """What is normed is the sum in FP32, whatever is stored of it."""
+    x, other = matrix(3, width, device, x_dtype), matrix(3, width, device, dtype, seed=1)
     weight = 1 + matrix(1, width, device, seed=2)[0].to(dtype) / 8
     for name in ("addend", "gate", None):
         more = {} if name is None else {name: other}
@@ -38,7 +40,7 @@ def test_sums_gates_and_groups(device, dtype, width, groups):
         torch.testing.assert_close(
             out.double(), expected(x, weight, 1e-5, groups, **more), rtol=FORMATS[dtype], atol=2e-6
         )
-        assert same_bits(residual, x + other.float() if name == "addend" else x)
+        assert same_bits(residual, (x.float() + other.float()).to(x_dtype) if name == "addend" else x)
 
 
 def test_a_row_depends_on_nothing_else(device):

@@ -272,7 +272,7 @@ def _kernel_cases(options) -> list:
     """The cases in the order of the options. Of modes that were not named, those that do not take a combination are
     left out, and peers that are missing are told of.
     """
-    from .kernel import CONVENTIONAL_CHECKPOINTS, MODES, Case, takes_one_token
+    from .kernel import CONVENTIONAL_CHECKPOINTS, MODES, Case, peer_of, takes_one_token
     from .peers import PEERS
 
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
@@ -280,7 +280,7 @@ def _kernel_cases(options) -> list:
         raise ValueError(f"--modes: unknown {unknown[0]!r}, expected some of {' '.join(known)}")
     missing = {}
     for mode in options.modes or known:
-        if mode.startswith("peer:") and (reason := PEERS[mode.removeprefix("peer:")].missing()):
+        if (peer := peer_of(mode)) and (reason := peer.missing()):
             missing[mode] = reason
             print(f"trtllm-replayssm: {mode} is not measured: {reason}", file=sys.stderr)
     cases = []
@@ -290,7 +290,7 @@ def _kernel_cases(options) -> list:
         checkpoint, copy = _formats(formats)
         for mode in options.modes or known:
             plain = checkpoint in CONVENTIONAL_CHECKPOINTS and copy == "none" and not options.no_flush
-            longest = PEERS[mode.removeprefix("peer:")].longest_window if mode.startswith("peer:") else 0
+            longest = peer.longest_window if (peer := peer_of(mode)) else 0
             fits = mode == "replay" or (
                 plain and takes_one_token(mode) == (tokens == 1) and (not longest or window <= longest)
             )

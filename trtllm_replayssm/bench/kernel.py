@@ -34,6 +34,11 @@ MODES = ("replay", "conventional", "conventional_verify")
 CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
 
 
+def peer_of(mode: str) -> Peer | None:
+    """Whose kernel the mode times; None: ours."""
+    return PEERS[mode.removeprefix("peer:")] if mode.startswith("peer:") else None
+
+
 def takes_one_token(mode: str) -> bool:
     return mode == "conventional" or mode.startswith("peer:")
 
@@ -95,7 +100,7 @@ class Case:
 
     @property
     def peer(self) -> Peer | None:
-        return PEERS[self.mode.removeprefix("peer:")] if self.mode.startswith("peer:") else None
+        return peer_of(self.mode)
 
     @property
     def replays(self) -> bool:

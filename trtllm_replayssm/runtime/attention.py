@@ -21,7 +21,7 @@ class Attention:
         q, k, v = (self.tiles(proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
-        if self.has_kernel(q, keys):
+        if self._has_kernel(q, keys):
             out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
         elif batch.on_host is None:
             out = self.together(q, keys, values, batch)
@@ -36,7 +36,7 @@ class Attention:
             out = torch.cat(parts)
         return self.tiles(self.o, out.flatten(1))
 
-    def has_kernel(self, q: torch.Tensor, keys: torch.Tensor) -> bool:
+    def _has_kernel(self, q: torch.Tensor, keys: torch.Tensor) -> bool:
         """Whether ops.attend takes these. On the CPU torch is faster."""
         return q.is_cuda and q.dtype == keys.dtype != torch.float32 and self.head_dim in (64, 128)
 
