@@ -16,7 +16,7 @@ def add_command(commands, window) -> None:
         "plan",
         help="how each Mamba layer is kept, and how many requests fit on a GPU",
         description="Reads a checkpoint's headers only. Counts weights as they are stored, divided among the GPUs, and "
-        "of what they leave on one the part that TensorRT-LLM gives to caches by default: 90 %%.",
+        "of what they leave on one the part that TensorRT-LLM gives to caches by default: 90 %.",
     )
     planning.set_defaults(run=_plan)
     planning.add_argument("--checkpoint", required=True, metavar="DIR", help="nemotron_h checkpoint directory")
