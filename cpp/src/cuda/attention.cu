@@ -33,19 +33,6 @@ struct AttendParams {
   int32_t parts;  // CTAs of a row and key head
 };
 
-template <bool kTransposed>
-__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
-  if constexpr (kTransposed) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-  }
-}
-
 // Element 8 * chunk of a row, of rows of kDim 16-bit elements whose chunks are exchanged so that the same chunk of
 // eight rows lies in different banks.
 template <int kDim>
@@ -147,12 +134,12 @@ __global__ __launch_bounds__(kThreads) void attend_kernel(const __grid_constant_
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t key[4];  // of keys 0..7 and 8..15, two registers each
-      load_matrices<false>(key, staged_keys + swizzled<kDim>(matrix_row + matrix / 2 * 8, k * 2 + matrix % 2));
+      load_matrices(key, staged_keys + swizzled<kDim>(matrix_row + matrix / 2 * 8, k * 2 + matrix % 2));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t q[4];
         const int query = tile * 16 + matrix_row + matrix % 2 * 8;
-        load_matrices<false>(q, staged_queries + swizzled<kDim>(query, k * 2 + matrix / 2));
+        load_matrices(q, staged_queries + swizzled<kDim>(query, k * 2 + matrix / 2));
         multiply_pairs<T>(score[tile][0], q[0], q[1], q[2], q[3], key[0], key[1]);
         multiply_pairs<T>(score[tile][1], q[0], q[1], q[2], q[3], key[2], key[3]);
       }
@@ -208,7 +195,7 @@ __global__ __launch_bounds__(kThreads) void attend_kernel(const __grid_constant_
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t value[4];  // of columns 0..7 and 8..15, two registers each
-      load_matrices<true>(value, staged_values + swizzled<kDim>(matrix_row + matrix % 2 * 8, n * 2 + matrix / 2));
+      load_transposed(value, staged_values + swizzled<kDim>(matrix_row + matrix % 2 * 8, n * 2 + matrix / 2));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint32_t (&w)[4] = weight[tile];

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "pipeline.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -48,6 +49,35 @@ __device__ inline void multiply_pairs(float (&d)[4], uint32_t a0, uint32_t a1, u
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+}
+
+// Four matrices of 8 by 8, lane 8 i + r names row r of matrix i: lane (g, t) gets (g, 2t) and (g, 2t + 1) of each, or
+// of its transpose.
+__device__ inline void load_matrices(uint32_t (&a)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ inline void load_transposed(uint32_t (&a)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The BF16 numbers that two float32 are without their lower halves, the first in the lower half, as memory has it.
+__device__ inline uint32_t upper_halves(float first, float second) {
+  return __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+}
+__device__ inline float upper_half(float value) { return __uint_as_float(__float_as_uint(value) & 0xffff0000u); }
+
+// The part of a pair that BF16 holds by cutting off; what is left stays.
+__device__ inline uint32_t take_part(float& first, float& second) {
+  const uint32_t part = upper_halves(first, second);
+  first = __fsub_rn(first, upper_half(first));
+  second = __fsub_rn(second, upper_half(second));
+  return part;
 }
 
 // value = high + low, high exact in TF32. `mask` is kTf32Mask; if the compiler knew, it would drop the masking of what

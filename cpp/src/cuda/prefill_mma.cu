@@ -76,20 +76,6 @@ struct StageLayout {
   }
 };
 
-// Four matrices of 8 by 8, lane 8 i + r names row r of matrix i: lane (g, t) gets (g, 2t) and (g, 2t + 1) of each, or
-// of its transpose.
-__device__ inline void load_matrices(uint32_t (&a)[4], const Bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ inline void load_transposed(uint32_t (&a)[4], const Bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
 __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b) {
   multiply_pairs<Bf16>(d, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
@@ -97,20 +83,6 @@ __device__ inline uint32_t transpose(uint32_t pair) {
   uint32_t result;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
-}
-
-// What lies first in memory is the lower half.
-__device__ inline uint32_t upper_halves(float first, float second) {
-  return __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
-}
-__device__ inline float upper_half(float value) { return __uint_as_float(__float_as_uint(value) & 0xffff0000u); }
-
-// The part of a pair that BF16 holds by cutting off; what is left stays.
-__device__ inline uint32_t take_part(float& first, float& second) {
-  const uint32_t part = upper_halves(first, second);
-  first = __fsub_rn(first, upper_half(first));
-  second = __fsub_rn(second, upper_half(second));
-  return part;
 }
 
 // Of a pair: the sign bits of what is not finite.

@@ -321,12 +321,6 @@ __device__ inline float sum_over_quad(const float (&y)[4], int t) {
 
 // ---- the history ---------------------------------------------------------------------------------------------------
 
-// The BF16 numbers below two float32.
-__device__ inline uint32_t upper_halves(float first, float second) {
-  return __byte_perm(float_bits(first), float_bits(second), 0x7632);
-}
-__device__ inline float cut_to_upper_half(float value) { return bits_float(float_bits(value) & 0xffff0000u); }
-
 // 16 records of a slice's x as the operand of a product.
 template <typename Staged>
 struct HistoryOperand {
@@ -337,16 +331,13 @@ struct HistoryOperand {
   // * 8 on.
   __device__ explicit HistoryOperand(const Staged* x) {
     uint32_t (&a)[4] = part[0];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(shared_address(x))
-                 : "memory");
+    load_transposed(a, x);
     if constexpr (kParts == 2) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack_pair<__half>(a[i]);
-        a[i] = upper_halves(pair.x, pair.y);
-        part[1][i] = upper_halves(pair.x - cut_to_upper_half(pair.x), pair.y - cut_to_upper_half(pair.y));
+        float2 pair = unpack_pair<__half>(a[i]);
+        a[i] = take_part(pair.x, pair.y);
+        part[1][i] = upper_halves(pair.x, pair.y);
       }
     }
   }
@@ -1068,7 +1059,7 @@ struct ReadCta {
 #pragma unroll
           for (int part = 0; part < kParts; ++part, target += layout.w_stride) {
             *target = static_cast<uint16_t>(float_bits(rest) >> 16);
-            rest = __fsub_rn(rest, cut_to_upper_half(rest));
+            rest = __fsub_rn(rest, upper_half(rest));
           }
         }
       }
