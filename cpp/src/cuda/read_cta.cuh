@@ -1,0 +1,789 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A CTA of the step from quantised states, and its work: see step_read.cu.
+#pragma once
+
+#include <algorithm>
+
+#include "head_fold.cuh"
+
+namespace replayssm {
+namespace cuda {
+namespace {
+
+constexpr int kParts = 3;         // of BF16, of a weight
+constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
+constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
+constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
+constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, so that the loads of two tokens meet no
+                                  // bank twice
+constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
+constexpr int kNever = 1 << 20;   // a row that does not exist
+
+// Division by a number that the host knows, of numbers below 2^31.
+struct Quotient {
+  uint32_t divisor, inverse;
+
+  Quotient() = default;
+  explicit Quotient(uint32_t divisor) : divisor(divisor), inverse(~0u / divisor) {}
+  __device__ uint32_t operator()(uint32_t value) const {
+    const uint32_t quotient = __umulhi(value, inverse);  // or one less
+    return quotient + (value - quotient * divisor >= divisor);
+  }
+};
+
+// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
+struct ReadShared {
+  int tokens;
+  int g_stride, w_stride, x_stride;  // of a token of B^T C; of a part of w; of a record of x
+  int delta_stride;                  // of a head of delta and exponents
+  int x_rows, new_x_row;             // of a head; where new tokens begin
+  int b_new, c, zeros, query, g;     // B of the history is at 0
+  int g_new, query_scale, barrier;
+  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are
+  int w;                                     // of each head, in the place of B and C, of which nothing is needed then
+  int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
+  int x;                                     // of each team
+  int end, state;                 // of what else there is; of each team. The copy that is cast takes the place of B
+  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [kWarps][N], [kWarps]
+  int scaled;                     // of each warp: C times column scales; in the place of the head that was folded
+  int state_bytes, bytes;
+
+  ReadShared() = default;
+  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool folds)
+      : tokens(tokens),
+        g_stride(round_up(window, 16)),
+        w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
+        x_stride(P + 8),                         // so that the rows of a matrix do,
+        delta_stride(round_up(window, 32) | 1),  // and the heads
+        x_rows(round_up(window, 8) + tokens),
+        new_x_row(round_up(window, 8)),
+        b_new(std::max(round_up(window, 8) * kStride * 2, folds ? round_up(chunk_bytes, 128) : 0)),
+        c(b_new + tokens * kStride * 2),
+        zeros(std::max(c + tokens * kStride * 2, folds ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
+        query(zeros + kZeroBytes),
+        g(query + tokens * kQueryStride * 4),
+        g_new(g + tokens * g_stride * 4),
+        query_scale(g_new + tokens * tokens * 4),
+        barrier(round_up(query_scale + tokens * 4, 8)),
+        delta(barrier + kWarps * 8),
+        exponents(delta + heads * delta_stride * 4),
+        steps(exponents + heads * delta_stride * 4),
+        rate(steps + heads * tokens * 4),
+        terms(round_up(rate + heads * 4, 16)),
+        w(0),
+        terms_stride(round_up(1 + tokens + tokens * tokens, 4)),
+        x(terms + heads * terms_stride * 4),
+        end(round_up(x + teams * x_rows * x_stride * 2, 128)),
+        state(folds ? 0 : end),
+        folded(folds ? end : end + teams * round_up(chunk_bytes, 128)),
+        inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
+        warp_max(inverse + (folds ? kWarps * kMaxStateDim * 4 : 0)),
+        scaled(folded),
+        state_bytes(round_up(chunk_bytes, 128)),
+        bytes(std::max(warp_max + (folds ? kWarps * 4 : 0),
+                       scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
+};
+
+struct ReadParams {
+  ScanParams scan;
+  int rows, flush_ctas;
+  int heads_per_group, slices;  // slices a head
+  int team_bits;                // 1 << team_bits warps work on a head,
+  int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
+  Quotient heads, group_heads;  // of a row, of a group
+  Quotient ctas, chunks;        // of a row, of a group, but for those that fold
+  Quotient x_parts;             // 16 bytes of a row of x
+  int state_bytes;              // of a head, as steps read it
+  struct {
+    int64_t state, ring, new_x, out;  // bytes, elements
+  } advance;                          // from a head to the warp's next
+  ReadShared stepping, folding;
+  uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
+};
+
+// The CTA's shared memory. The address is hidden from the compiler, which would compute it anew for every access.
+__device__ inline char* hide_address(char* shared) {
+  uint32_t address = shared_address(shared);
+  asm volatile("" : "+r"(address));
+  return static_cast<char*>(__cvta_shared_to_generic(address));
+}
+
+// Keeps a value in a register, where the compiler would compute it anew.
+__device__ inline int keep(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// A CTA and its work: some heads of a group of one row or, if it folds, a head to flush.
+template <typename Format, typename Staged, bool kFolds, bool kSingle>
+struct ReadCta {
+  using State = StateOperand<Format>;
+  static constexpr int N = kMaxStateDim;
+  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;                 // slices
+  static constexpr int kRowParts = N / 8, kRowsAtOnce = kThreads / kRowParts;  // of 16 bytes, of B and C
+
+  const ReadParams& params;
+  const Problem& problem;
+  const replayssm_scan_args& args;
+  const ReadShared& layout;
+  char* const shared;
+  int tid, warp, lane, g, t;
+  int team_bits, team, member;  // of the warps that share a head, and which of them this is
+  int first_slice, own_slices;  // of a head, for this warp
+  int x_row, x_column, x_rows;  // of a record's 16 bytes that the lane moves, every x_rows-th from x_row on
+  int row_index, group, group_head, heads;
+  replayssm_plan_row row;
+  int T, h, history;  // tokens; records to stage, and those that outputs see
+  bool stored_before;
+
+  __device__ __forceinline__ ReadCta(const ReadParams& params, char* shared)
+      : params(params),
+        problem(params.scan.problem),
+        args(params.scan.args),
+        layout(kFolds ? params.folding : params.stepping),
+        shared(hide_address(shared)),
+        tid(threadIdx.x),
+        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),  // the shuffle tells the compiler that a warp has one index
+        lane(threadIdx.x % 32),
+        g(lane / 4),
+        t(lane % 4),
+        team_bits(kFolds ? kMaxTeamBits : params.team_bits),
+        team(warp >> team_bits),
+        member(warp & ((1 << team_bits) - 1)),
+        x_rows(params.x_parts(32 << team_bits)) {
+    const int team_lane = member * 32 + lane, parts = params.x_parts.divisor;
+    x_row = params.x_parts(team_lane);
+    x_column = (team_lane - x_row * parts) * 8;
+    if (x_row >= x_rows) x_row = kNever;
+    const int share = (params.slices + (1 << team_bits) - 1) >> team_bits;
+    first_slice = member * share;
+    own_slices = min(share, params.slices - first_slice);
+  }
+
+  __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
+  __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared + offset); }
+  __device__ uint32_t* words(int offset) const { return reinterpret_cast<uint32_t*>(shared + offset); }
+  __device__ Staged* x() const { return staged(layout.x) + team * layout.x_rows * layout.x_stride; }
+  __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
+  __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
+  __device__ int head_of(int k) const { return group * params.heads_per_group + group_head + k; }
+  __device__ int ring_before(int record) const {  // of the record-th newest
+    const int position = row.ring_row - 1 - record;
+    return position < 0 ? position + problem.ring_rows : position;
+  }
+  __device__ Staged* b_ring() const {
+    return reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + group * problem.ring_rows * N;
+  }
+  __device__ float* delta_ring(int head) const {
+    return reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + head * problem.ring_rows;
+  }
+  __device__ char* checkpoint(int head) const {
+    return section_of(params.scan.layer.checkpoint, row.slot) + head * problem.checkpoint_head_bytes;
+  }
+  __device__ char* read_copy(int head) const {
+    return section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
+  }
+
+  // Takes the task-th part of all heads or, if the CTA folds, the task-th head of the rows to flush. False: nothing to
+  // do.
+  __device__ bool take(uint32_t task) {
+    if (kFolds) {
+      const uint32_t index = params.heads(task), head = task - index * params.heads.divisor;
+      row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
+      group = params.group_heads(head);
+      group_head = head - group * params.heads_per_group;
+      heads = 1;
+    } else {
+      row_index = params.ctas(task);
+      const uint32_t rest = task - row_index * params.ctas.divisor;
+      group = params.chunks(rest);
+      group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
+      heads = min(params.cta_heads, params.heads_per_group - group_head);
+    }
+    row = params.scan.planned[row_index];
+    if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
+               !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+        row.count == 0) {
+      return false;
+    }
+    const bool flagged = row.flags & REPLAYSSM_ROW_FLUSH, flushed = flagged && params.scan.flushed;
+    T = kSingle ? 1 : row.count;
+    h = flushed ? 0 : row.history;
+    history = kFolds ? 0 : h;
+    stored_before = !(row.flags & REPLAYSSM_ROW_EMPTY) || flushed;
+    return kFolds || !flagged || flushed;  // else a CTA that folds has it
+  }
+
+  // ---- copies ----
+
+  // B of the history and of the tokens, C, and the step sizes of all heads.
+  __device__ void request_group() const {
+    const int part_row = tid / kRowParts, part_column = tid % kRowParts * 8;
+    const Staged* const ring = b_ring() + part_column;
+    Staged* const B = staged(0) + part_column;
+#pragma unroll 1
+    for (int i = part_row; i < h; i += kRowsAtOnce) {
+      request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
+    }
+    if (kFolds && part_row < round_up(h, 8) - h) {
+      *reinterpret_cast<uint4*>(B + (h + part_row) * kStride) = make_uint4(0, 0, 0, 0);
+    }
+    const int64_t first_token = row.first_token;
+#pragma unroll 1
+    for (int s = part_row; s < T; s += kRowsAtOnce) {
+      request_input(staged(layout.b_new) + s * kStride + part_column,
+                    static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
+                        group * args.B.stride[1] + part_column,
+                    params.scan.b_aligned);
+      request_input(staged(layout.c) + s * kStride + part_column,
+                    static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
+                        group * args.C.stride[1] + part_column,
+                    params.scan.c_aligned);
+    }
+    constexpr int kTile = 16;
+#pragma unroll 1
+    for (int i = tid % kTile; i < h; i += kTile) {
+      const float* source = delta_ring(head_of(tid / kTile)) + ring_before(i);
+      float* target = floats(layout.delta) + tid / kTile * layout.delta_stride + i;
+#pragma unroll 1
+      for (int k = tid / kTile; k < heads; k += kThreads / kTile) {
+        request_4_bytes(target, source);
+        source += kThreads / kTile * problem.ring_rows, target += kThreads / kTile * layout.delta_stride;
+      }
+    }
+  }
+
+  // Where the team's head lies in global memory, as a lane sees it.
+  struct Head {
+    const char* state;    // what steps read
+    Staged* ring;         // of x, the lane's columns,
+    const Staged* new_x;  // which also are these, of the lane's first token
+    Staged* out;          // of the first token, in the lane's row of the warp's first slice
+    int head;
+
+    __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
+      const replayssm_scan_args& args = cta.args;
+      const int64_t first_token = cta.row.first_token;
+      state = cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head);
+      ring = reinterpret_cast<Staged*>(section_of(cta.params.scan.layer.x_ring, cta.row.slot)) +
+             head * cta.problem.ring_rows * cta.problem.geometry.head_dim + cta.x_column;
+      new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
+              head * args.x.stride[1] + cta.x_column;
+      out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
+            cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8;
+    }
+    __device__ void advance(const ReadParams& params) {  // where warps have a head each
+      state += params.advance.state;
+      ring += params.advance.ring;
+      new_x += params.advance.new_x;
+      out += params.advance.out;
+    }
+  };
+
+  // Where a lane stages and finds things: bytes in shared memory. None depends on the head, if the row has one token.
+  struct Places {
+    int x, new_x;  // the lane's 16 bytes of its first record and first token
+    int chunk, head_scale;
+    int column_scales, query, scaled;  // of the two words of C that the lane scales; their stride is kQueryStride
+    int operand;                       // of the first pair of queries
+    int terms;                         // of the first head
+    int history_x[2];                  // the lane's row of a tile's first slice
+    int out_x;                         // the lane's row of the first slice, of the first token
+
+    __device__ explicit Places(const ReadCta& cta) {
+      const ReadShared& layout = cta.layout;
+      const int lane = cta.lane, chunk = layout.state + cta.team * layout.state_bytes;
+      const int x_rows = layout.x + cta.team * layout.x_rows * layout.x_stride * 2;
+      const int new_rows = x_rows + layout.new_x_row * layout.x_stride * 2;
+      const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
+                copy = cta.warp * layout.tokens;
+      x = keep(x_rows + 2 * (cta.x_row * layout.x_stride + cta.x_column));
+      new_x = keep(new_rows + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+      this->chunk = keep(chunk);
+      head_scale = keep(chunk + cta.params.state_bytes - 16);
+      column_scales = keep(head_scale - N + column);
+      query = keep(layout.query + 8 * lane);
+      scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
+      operand = keep(cta.query_at(0));
+      terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
+      history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
+      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8));
+    }
+  };
+
+  // What the team's head takes: its state and x.
+  __device__ void request_head(const Head& head, const Places& places) const {
+    const int P = problem.geometry.head_dim;
+    if constexpr (kFolds) {
+      uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
+      if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+        request_checkpoint(reinterpret_cast<const float*>(checkpoint(head.head)), P, folded);
+      } else if (stored_before) {
+        request_checkpoint(reinterpret_cast<const __half*>(checkpoint(head.head)), P, folded);
+      }
+    } else if (stored_before) {
+      request_state(head.state);
+    }  // else it is zero
+    Staged* target = staged(places.x);
+    int position = row.ring_row - 1 - x_row;
+#pragma unroll 1
+    for (int i = x_row; i < h; i += x_rows) {
+      if (position < 0) position += problem.ring_rows;
+      request_16_bytes(target, head.ring + position * P);
+      target += x_rows * layout.x_stride, position -= x_rows;
+    }
+    if (kFolds) {
+#pragma unroll 1
+      for (int i = x_row; i < round_up(h, 8); i += x_rows) {
+        if (i >= h) *reinterpret_cast<uint4*>(x() + i * layout.x_stride + x_column) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    const Staged* source = head.new_x;
+#pragma unroll 1
+    for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
+      request_input(staged(places.new_x) + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      if (kSingle) break;
+    }
+  }
+
+  __device__ void request_state(const char* source) const {
+    const int bytes = params.state_bytes;
+#if __CUDA_ARCH__ >= 900
+    if (member == 0 && elect_lane()) {
+      arrive_expecting(barrier(), bytes);
+      request_block(state(), source, bytes, barrier());
+    }
+#else
+#pragma unroll 4
+    for (int i = (member * 32 + lane) * 16; i < bytes; i += 512 << team_bits) {
+      request_16_bytes(state() + i, source + i);
+    }
+#endif
+  }
+  // Until the team's head is there, for what this thread requested and for blocks. parity: of the heads before it.
+  __device__ void await_head(int parity) const {
+    await_groups<0>();
+#if __CUDA_ARCH__ >= 900
+    if (!kFolds && stored_before) await(barrier(), parity);
+#endif
+  }
+
+  // The new x into the ring.
+  __device__ void append_x(const Head& head, const Places& places) const {
+#pragma unroll 1
+    for (int s = x_row; s < T; s += x_rows) {
+      const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
+      *reinterpret_cast<uint4*>(head.ring + position * problem.geometry.head_dim) =
+          *reinterpret_cast<const uint4*>(staged(places.new_x) + (s - x_row) * layout.x_stride);
+      if (kSingle) break;
+    }
+  }
+
+  // ---- what all heads share ----
+
+  // C in FP16, by warps from the last on.
+  __device__ void form_query() const {
+#pragma unroll 1
+    for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
+      const Staged* const token = staged(layout.c) + s * kStride;
+      float value[4];
+      load_shared<4>(token + lane * 4, value);
+      uint32_t amax = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
+      // 2^14 for the largest value; below 2^-100 the scale stays.
+      const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
+      const float scale = bits_float((268 - exponent) << 23);
+      if (lane == 0) floats(layout.query_scale)[s] = bits_float((exponent - 14) << 23) * State::kUnit;
+      uint32_t* const query = words(layout.query) + s * kQueryStride;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
+        query[index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
+            static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
+      }
+    }
+  }
+
+  // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it.
+  __device__ void form_products() const {
+    constexpr int kTile = 8;
+    const int tiles = (history + 15) / 16;
+#pragma unroll 1
+    for (int tile = warp; tile < tiles + 1; tile += kWarps) {
+      const bool is_new = tile == tiles;
+      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
+      const Staged* const records = staged(is_new ? layout.b_new : 0);
+#pragma unroll 1
+      for (int token = 0; token < T; token += kTile) {
+        const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
+        const uint4* const lower =
+            reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
+        const uint4* const tokens =
+            reinterpret_cast<const uint4*>(staged(layout.c) + min(token + g, T - 1) * kStride) + t;
+        float sum[2][4] = {};
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
+          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
+          const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
+          if (s >= T) continue;
+          if (!is_new) {
+            floats(layout.g)[s * layout.g_stride + record] = product;
+          } else if (record < T) {
+            floats(layout.g_new)[record * layout.tokens + s] = product;
+          }
+        }
+      }
+    }
+  }
+
+  // ---- the weights of all heads ----
+
+  // A thread's head and its first token. Threads of the third warp begin, which has least to do.
+  __device__ int thread_head() const { return tid % kMaxCtaHeads; }
+  __device__ int thread_token() const { return (tid / kMaxCtaHeads + kTokenThreads / 2) % kTokenThreads; }
+  static constexpr int kThreadTokens = kSingle ? 1 : REPLAYSSM_MAX_STEP_TOKENS / kTokenThreads;
+
+  // The inputs of the thread's tokens.
+  struct TokenInputs {
+    uint32_t dt[kThreadTokens] = {}, bias = 0, rate = 0, skip = 0;
+  };
+  __device__ TokenInputs load_tokens() const {
+    TokenInputs inputs;
+    const int head = head_of(thread_head());
+    if (thread_head() >= heads || thread_token() >= T) return inputs;
+#pragma unroll
+    for (int i = 0; i < kThreadTokens; ++i) {
+      const int64_t s = thread_token() + i * kTokenThreads;
+      if (s >= T) continue;
+      inputs.dt[i] =
+          load_bits(args.dt.data, args.dt.dtype, (row.first_token + s) * args.dt.stride[0] + head * args.dt.stride[1]);
+    }
+    if (args.dt_bias.data) inputs.bias = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
+    if (args.D.data) inputs.skip = load_bits(args.D.data, args.D.dtype, head);
+    inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head);
+    return inputs;
+  }
+
+  // Step sizes, decay rates and e(i,h), whose sums begin with the newest record; d.
+  __device__ void discretise(const TokenInputs& inputs) const {
+    const int k = thread_head();
+    if (k >= heads) return;
+#pragma unroll
+    for (int i = 0; i < kThreadTokens; ++i) {
+      const int s = thread_token() + i * kTokenThreads;
+      if (s >= T) continue;
+      const float step = discretised_step(bits_to_float(inputs.dt[i], args.dt.dtype),
+                                          bits_to_float(inputs.bias, args.dt_bias.dtype), args.dt_min, args.dt_max);
+      floats(layout.steps)[k * layout.tokens + s] = step;
+      delta_ring(head_of(k))[ring_position(row.ring_row, s, problem.ring_rows)] = step;
+    }
+    if (thread_token() > 0) return;
+    const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
+    floats(layout.rate)[k] = rate;
+    const float* const delta = floats(layout.delta) + k * layout.delta_stride;
+    float* const exponents = floats(layout.exponents) + k * layout.delta_stride;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < history; ++i) {
+      exponents[i] = sum;
+      sum = __fadd_rn(sum, __fmul_rn(rate, delta[i]));
+    }
+    floats(layout.terms)[k * layout.terms_stride] = expf(sum);
+  }
+
+  // exp(f_s) and u.
+  __device__ void weigh_tokens(const TokenInputs& inputs) const {
+    const int k = thread_head(), stride = layout.tokens;
+    if (k >= heads) return;
+    const float rate = floats(layout.rate)[k], skip = bits_to_float(inputs.skip, args.D.dtype);
+    const float* const steps = floats(layout.steps) + k * stride;
+    float* const since = floats(layout.terms) + k * layout.terms_stride + 1;
+    float* const u = since + stride;
+#pragma unroll 1
+    for (int s = thread_token(); s < T; s += kTokenThreads) {
+      float exponent = 0.0f;
+#pragma unroll 1
+      for (int r = s; r >= 0; --r) {
+        const float product = floats(layout.g_new)[r * stride + s];
+        u[r * stride + s] = fmaf(record_weight(steps[r], exponent), product, r == s ? skip : 0.0f);
+        exponent = __fadd_rn(exponent, __fmul_rn(rate, steps[r]));
+      }
+      since[s] = expf(exponent);
+    }
+  }
+
+  // v times B^T C in parts, of records up to a multiple of 16. Half a warp has a tile of a head.
+  __device__ void weigh_records() const {
+    constexpr int kTile = 16, kHeads = kThreads / kTile;
+#pragma unroll 1
+    for (int k = tid / kTile; k < heads; k += kHeads) {
+      const float* const delta = floats(layout.delta) + k * layout.delta_stride;
+      const float* const exponents = floats(layout.exponents) + k * layout.delta_stride;
+#pragma unroll 1
+      for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
+        const float weight = i < history ? record_weight(delta[i], exponents[i]) : 0.0f;
+        const float* product = floats(layout.g) + i;
+        auto* target =
+            reinterpret_cast<uint16_t*>(shared + layout.w) + k * layout.tokens * kParts * layout.w_stride + i;
+#pragma unroll 1
+        for (int s = 0; s < T; ++s, product += layout.g_stride) {
+          float rest = __fmul_rn(weight, *product);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part, target += layout.w_stride) {
+            *target = static_cast<uint16_t>(float_bits(rest) >> 16);
+            rest = __fsub_rn(rest, upper_half(rest));
+          }
+        }
+      }
+    }
+  }
+
+  // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
+  __device__ void prepare(const TokenInputs& inputs) const {
+    await_groups<1>();
+    __syncthreads();
+    if (group_head == 0) {
+      const int part_column = tid % kRowParts * 8;
+#pragma unroll 1
+      for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
+        *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
+            *reinterpret_cast<const uint4*>(staged(layout.b_new) + s * kStride + part_column);
+      }
+    }
+    form_products();
+    form_query();
+    discretise(inputs);
+    __syncthreads();
+    if (!kFolds) {
+      weigh_records();
+    } else if (warp == 0) {
+      const float decay = weigh_history(floats(layout.delta), *floats(layout.rate), h, lane, floats(layout.exponents));
+      if (lane == 0) *floats(layout.terms) = decay;
+    }
+    weigh_tokens(inputs);
+    if (team_bits > 0 && team < heads) await_head(0);
+    __syncthreads();
+  }
+
+  // ---- folding ----
+
+  __device__ void fold() const {
+    const int head = head_of(0);
+    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+    uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
+    auto fold_as = [&](auto stored) {
+      fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint(head)), folded, x(),
+                layout.x_stride, staged(0), floats(layout.exponents), *floats(layout.terms), h, params.tf32_mask);
+    };
+    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+      fold_as(float());
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
+      fold_as(__nv_bfloat16());
+    } else {
+      fold_as(__half());
+    }
+    __syncthreads();
+    const CastScratch scratch{floats(layout.inverse), words(layout.warp_max)};
+    cast_head<Format>(folded, problem.geometry.head_dim, read_copy(head), state(), scratch);
+    __syncthreads();
+  }
+
+  // ---- outputs ----
+
+  // A lane's words of a token of the pair, in the operands of products: of the query, and of weights. Zeros where there
+  // are none.
+  __device__ int query_at(int pair) const {
+    const int s = pair + g % 2;
+    const int words = State::kColumnScales ? layout.scaled + warp * layout.tokens * kQueryStride * 4 : layout.query;
+    return g / 2 == t && s < T ? words + s * kQueryStride * 4 + 16 * t : layout.zeros;
+  }
+  __device__ bool has_weights(int pair) const { return g / 2 < kParts && pair + g % 2 < T; }
+  __device__ int weights_at(int k, int pair) const {
+    const int part = (k * layout.tokens + pair + g % 2) * kParts + g / 2;
+    return (has_weights(pair) ? layout.w + part * layout.w_stride * 2 : layout.zeros) + 4 * t;
+  }
+  // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
+  __device__ int history_at(int tile) const {
+    const int record = 16 * tile + lane / 16 * 8 + lane % 8;
+    return (record < history ? static_cast<int>(reinterpret_cast<char*>(x()) - shared) + record * layout.x_stride * 2
+                             : layout.zeros) +
+           2 * (first_slice * kSliceWidth + lane / 8 % 2 * 8);
+  }
+
+  // The head's column scales times C; for a whole warp, which has a copy of its own.
+  __device__ void scale_query(const Places& places) const {
+    if constexpr (State::kColumnScales) {
+      const char* const scales = shared + places.column_scales;
+      const uint32_t pairs = __byte_perm(*reinterpret_cast<const uint16_t*>(scales),
+                                         *reinterpret_cast<const uint16_t*>(scales + State::kColumnStep), 0x5140);
+      const __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
+#pragma unroll 1
+      for (int s = 0; s < T; ++s) {
+        const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query + s * kQueryStride * 4);
+        *reinterpret_cast<uint2*>(shared + places.scaled + s * kQueryStride * 4) =
+            make_uint2(bits_of(__hmul2(halves_of(v.x), first)), bits_of(__hmul2(halves_of(v.y), second)));
+        if (kSingle) break;
+      }
+      __syncwarp();
+    }
+  }
+
+  // The outputs of a head, which is there; for a whole warp, which takes the slices that are its own.
+  __device__ __forceinline__ void read_head(int k, const Places& places, int terms_at, Staged* head_out) const {
+    constexpr int kPairs = kSingle ? 1 : 2, kTokens = kSingle ? 1 : 2 * kPairs;  // at a time
+    const int tiles = (history + 15) / 16, odd = t % 2;
+    scale_query(places);
+    const float* const terms = floats(terms_at);
+    const float scale = State::head_scale(shared + places.head_scale) * (kFolds ? 1.0f : terms[0]);
+
+#pragma unroll 1
+    for (int first = 0; first < T; first += kTokens) {
+      // What all slices take, of tokens first + 2 pair + {0, 1}; since and u of the second if t is odd.
+      int query[kPairs], weights[kPairs];
+      float factor[kPairs][2], since[kPairs], u[kPairs][kTokens];
+      Staged* out[kPairs];
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int token = first + 2 * pair, s = min(token + odd, T - 1);
+        query[pair] = kSingle ? places.operand : query_at(token);
+        weights[pair] = weights_at(k, token);
+#pragma unroll
+        for (int i = 0; i < (kSingle ? 1 : 2); ++i) {
+          factor[pair][i] = scale * floats(layout.query_scale)[min(token + i, T - 1)];
+        }
+        since[pair] = terms[1 + s];
+#pragma unroll
+        for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
+          u[pair][r] = terms[1 + layout.tokens + min(first + r, T - 1) * layout.tokens + s];
+        }
+        out[pair] = head_out + s * args.out.stride[0];
+      }
+      uint4 only_query[kProducts / 2];
+      uint32_t only_weights[2][2];
+      if (kSingle) {
+#pragma unroll
+        for (int i = 0; i < kProducts / 2; ++i) {
+          only_query[i] = *reinterpret_cast<const uint4*>(shared + query[0] + 64 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) only_weights[i / 2][i % 2] = i / 2 < tiles ? *words(weights[0] + 16 * i) : 0;
+      }
+      auto query_operand = [&](int pair, int i) {
+        return kSingle ? only_query[i] : *reinterpret_cast<const uint4*>(shared + query[pair] + 64 * i);
+      };
+      int history_x[2] = {places.history_x[0], places.history_x[1]};
+      const Staged* new_x = staged(places.out_x);
+      typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
+
+#pragma unroll kUnrolled
+      for (int slice = 0; slice < own_slices; ++slice) {
+        float y[kPairs][4] = {}, sum[kPairs][2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i >= tiles) continue;
+          const HistoryOperand<Staged> x(staged(history_x[i]));
+#pragma unroll
+          for (int pair = 0; pair < kPairs; ++pair) {
+            const uint32_t* const of_tile = words(weights[pair]) + 8 * i;
+            if (kSingle) {
+              x.multiply(only_weights[i][0], only_weights[i][1], y[pair]);
+            } else {
+              x.multiply(of_tile[0], of_tile[4], y[pair]);
+            }
+          }
+        }
+#pragma unroll 1
+        for (int i = 2; i < tiles; ++i) {
+          const HistoryOperand<Staged> x(staged(history_at(i)) + slice * kSliceWidth);
+#pragma unroll
+          for (int pair = 0; pair < kPairs; ++pair) {
+            const uint32_t* const of_tile = words(weights[pair]) + 8 * i;
+            x.multiply(of_tile[0], of_tile[4], y[pair]);
+          }
+        }
+        const State codes(source);
+        multiply_state<kPairs>(codes, query_operand, sum);
+
+        const float own_x = static_cast<float>(*new_x);
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          float products[4];
+          codes.scale(sum[pair][0], sum[pair][1], products);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y[pair][i] = fmaf(products[i], factor[pair][kSingle ? 0 : i % 2], y[pair][i]);
+          float value = __fmul_rn(sum_over_quad<kSingle>(y[pair], t), since[pair]);
+          const int s = first + 2 * pair + odd;
+#pragma unroll 1
+          for (int r = 0; r < first; ++r) {
+            value = fmaf(terms[1 + layout.tokens + r * layout.tokens + min(s, T - 1)],
+                         static_cast<float>(new_x[r * layout.x_stride]), value);
+          }
+#pragma unroll
+          for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
+            if (r == 2 * pair + 1 && !odd) continue;
+            const float x = kSingle ? own_x : static_cast<float>(new_x[min(first + r, T - 1) * layout.x_stride]);
+            value = fmaf(u[pair][r], x, value);
+          }
+          if (kSingle ? !odd : s < T) store_scalar(out[pair], kDtypeOf<Staged>, 0, value);
+          out[pair] += kSliceWidth;
+        }
+        source.advance();
+        history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth;
+        new_x += kSliceWidth;
+      }
+      if (kSingle) break;
+    }
+  }
+
+  // All of it.
+  __device__ __forceinline__ void run() const {
+    if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
+    if (!kFolds && member == 0 && lane == 0) {
+      init_barrier(barrier(), 1);
+      finish_stores_before_blocks();
+    }
+    __syncwarp();
+    if (!kFolds && !stored_before) {
+      for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
+        *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    request_group();
+    close_group();
+    Head head(*this, team);
+    const Places places(*this);
+    if (team < heads) request_head(head, places);
+    close_group();
+    prepare(load_tokens());
+    if constexpr (kFolds) fold();
+    int parity = 0, terms = places.terms;
+#pragma unroll 1
+    for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
+      if (!kFolds && team_bits == 0) {
+        await_head(parity);
+        __syncwarp();
+      }
+      append_x(head, places);
+      read_head(k, places, terms, head.out);
+      terms += kWarps * 4 * layout.terms_stride;
+      if (kFolds || team_bits > 0 || k + kWarps >= heads) break;
+      head.advance(params);
+      parity ^= 1;
+      __syncwarp();
+      request_head(head, places);
+      close_group();
+    }
+  }
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace replayssm

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operands of a read-out's products (step_read.cu, whose opening says how): quantised states, which lie in shared
+// memory as in the slot, and records of x.
+#pragma once
+
+#include "head_state.cuh"
+
+namespace replayssm {
+namespace cuda {
+namespace {
+
+constexpr int kProducts = 8;  // of 16 columns, for a row of the state
+
+// shifted to the sign and to the exponent has nothing where the other goes (a single LOP3, where the compiler would
+// mask both). kZeros: zeros may come as -0. Then one multiplication is both shifts: 9 c - 8 of a code c = 8 sign +
+// magnitude has the sign in bit 6, the magnitude in bits 2 to 0, and is below 128.
+template <int kCode, bool kZeros>
+__device__ inline uint32_t e2m1_pair(uint32_t word) {
+  constexpr int kShift = 9 - 4 * kCode;
+  uint32_t codes, pair;
+  asm("and.b32 %0, %1, %2;" : "=r"(codes) : "r"(word), "n"(kCode % 2 == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u));
+  if constexpr (kZeros && kShift > 0) {
+    pair = (codes * (9u << kShift) + 0xf000f000u) & 0x8e008e00u;
+  } else {
+    const uint32_t sign = codes << (kShift + 3),
+                   magnitude = kShift > 0 ? codes << max(kShift, 0) : codes >> max(-kShift, 0);
+    asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(pair) : "r"(sign), "r"(magnitude), "n"(0x8e008e00u));  // (a | b) & c
+  }
+  return pair;
+}
+
+// The operand of rows g and g + 8 of a slice: kProducts times {row g, row g + 8, row g, row g + 8} of pairs of columns
+// that query_column() names. A lane's columns of the first half of the products are one block, those of the second half
+// another. Formats of block scales.
+template <typename Format>
+struct StateOperand {
+  static constexpr bool kColumnScales = Format::kColumnScales;
+  static constexpr float kUnit = 16384.0f;  // what sums are to be multiplied by: codes come times 2^-14
+
+  __host__ __device__ static int bytes(int P) { return static_cast<int>(BlockChunk<Format>{P, kMaxStateDim}.bytes()); }
+  // The first of the two columns, of word `index` of lane t; the second lies `kColumnStep` behind.
+  static constexpr int kColumnStep = 4;
+  __device__ static int query_column(int t, int index) { return 32 * t + index / 4 * 8 + index % 4; }
+
+  uint4 codes[2];
+  uint32_t low[2];
+  uint32_t scales[2];  // codes of the two blocks
+
+  // Where the lane's parts of a slice are: of row g and, kRow on, of row g + 8.
+  struct Source {
+    static constexpr int kRow = 8 * 4, kSlice = kSliceWidth * 4;  // parts, of 4 in a row
+    const uint4* codes;
+    const uint16_t* scales;
+    const uint32_t* low;
+
+    __device__ Source(const char* chunk, int P, int slice, int lane) {
+      const BlockChunk<Format> layout{P, kMaxStateDim};
+      const int part = slice * kSlice + lane;
+      codes = reinterpret_cast<const uint4*>(chunk) + part;
+      scales = reinterpret_cast<const uint16_t*>(chunk + layout.block_scales()) + part;
+      low = reinterpret_cast<const uint32_t*>(chunk + layout.low_bits()) + part;
+    }
+    __device__ void advance() { codes += kSlice, scales += kSlice, low += kSlice; }
+  };
+  __device__ explicit StateOperand(const Source& source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes[i] = source.codes[i * Source::kRow];
+      scales[i] = source.scales[i * Source::kRow];
+      low[i] = 0;
+      if constexpr (Format::kLowBits) low[i] = source.low[i * Source::kRow];
+    }
+  }
+
+  // Code kCode and kCode + 4 of word kWord.
+  template <int kWord, int kCode>
+  __device__ uint32_t pair(int i) const {
+    const uint32_t word = kWord == 0 ? codes[i].x : kWord == 1 ? codes[i].y : kWord == 2 ? codes[i].z : codes[i].w;
+    uint32_t value = e2m1_pair<kCode, !Format::kLowBits>(word);
+    if constexpr (Format::kLowBits) {
+      const uint32_t byte = low[i] >> 8 * kWord & 0xffu;
+      value |= (byte | byte << 12) << (8 - kCode) & 0x01000100u;
+    }
+    return value;
+  }
+  template <int kProduct>
+  __device__ void get(uint32_t (&a)[4]) const {
+    constexpr int kWord = kProduct / 2, kCode = kProduct % 2 * 2;
+    a[0] = pair<kWord, kCode>(0), a[1] = pair<kWord, kCode>(1);
+    a[2] = pair<kWord, kCode + 1>(0), a[3] = pair<kWord, kCode + 1>(1);
+  }
+
+  // y = a lane's products: of rows g and g + 8, two tokens each, from their sums over either block.
+  __device__ void scale(const float (&first)[4], const float (&second)[4], float (&y)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 factor = __half22float2(e4m3_halves(scales[i]));
+#pragma unroll
+      for (int j = 2 * i; j < 2 * i + 2; ++j) y[j] = fmaf(second[j], factor.y, __fmul_rn(first[j], factor.x));
+    }
+  }
+  __device__ static float head_scale(const char* scale) { return *reinterpret_cast<const float*>(scale); }
+};
+
+struct Fp8 {};  // E4M3 with row scales
+template <>
+struct StateOperand<Fp8> {
+  static constexpr bool kColumnScales = false;
+  static constexpr float kUnit = 1.0f;
+
+  __host__ __device__ static int bytes(int P) { return static_cast<int>(Fp8Chunk{P, kMaxStateDim}.bytes()); }
+  static constexpr int kColumnStep = 1;
+  __device__ static int query_column(int t, int index) { return index / 8 * 64 + 16 * t + index % 8 * 2; }
+
+  uint4 codes[2][2];  // of a row's first and second half
+  float row_scale[2];
+
+  struct Source {
+    static constexpr int kRowParts = kMaxStateDim / 16;
+    const uint4* codes;
+    const float* scales;
+
+    __device__ Source(const char* chunk, int P, int slice, int lane) {
+      const int row = slice * kSliceWidth + lane / 4;
+      codes = reinterpret_cast<const uint4*>(chunk) + row * kRowParts + lane % 4;
+      scales = reinterpret_cast<const float*>(chunk + Fp8Chunk{P, kMaxStateDim}.row_scales()) + row;
+    }
+    __device__ void advance() { codes += kSliceWidth * kRowParts, scales += kSliceWidth; }
+  };
+  __device__ explicit StateOperand(const Source& source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row_scale[i] = source.scales[8 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        codes[i][half] = source.codes[8 * i * Source::kRowParts + half * (Source::kRowParts / 2)];
+      }
+    }
+  }
+
+  template <int kProduct>
+  __device__ void get(uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4& piece = codes[i][kProduct / 4];
+      const uint32_t word = kProduct % 4 == 0   ? piece.x
+                            : kProduct % 4 == 1 ? piece.y
+                            : kProduct % 4 == 2 ? piece.z
+                                                : piece.w;
+      a[i] = bits_of(e4m3_halves(word & 0xffffu));
+      a[2 + i] = bits_of(e4m3_halves(word >> 16));
+    }
+  }
+
+  __device__ void scale(const float (&first)[4], const float (&second)[4], float (&y)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(__fadd_rn(first[j], second[j]), row_scale[j / 2]);
+  }
+  __device__ static float head_scale(const char*) { return 1.0f; }
+};
+
+// The queries of some pairs of tokens are operands: pairs of columns of a lane's block. Column n of a product takes the
+// block of lane n / 2 alone, of token n % 2; all other lanes bring zeros.
+
+// Sums over a lane's two blocks, of some pairs of tokens. query(pair, i): the operands of products 2i and 2i + 1.
+template <int kPairs, typename Format, typename Query, int kStep = 0>
+__device__ inline void multiply_state(const StateOperand<Format>& state, const Query& query,
+                                      float (&sum)[kPairs][2][4]) {
+  if constexpr (kStep < kProducts / 2) {
+    constexpr int kBlock = kStep / (kProducts / 4);
+    uint32_t even[4], odd[4];
+    state.template get<2 * kStep>(even);
+    state.template get<2 * kStep + 1>(odd);
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const uint4 q = query(pair, kStep);
+      multiply_pairs<__half>(sum[pair][kBlock], even[0], even[1], even[2], even[3], q.x, q.y);
+      multiply_pairs<__half>(sum[pair][kBlock], odd[0], odd[1], odd[2], odd[3], q.z, q.w);
+    }
+    multiply_state<kPairs, Format, Query, kStep + 1>(state, query, sum);
+  }
+}
+
+// Both tokens' sums of the quad: lane (g, t) gets row g + 8 (t / 2), token t % 2. With one token all that are even are
+// the same.
+template <bool kSingle>
+__device__ inline float sum_over_quad(const float (&y)[4], int t) {
+  const bool lower = t >= 2, odd = t % 2 == 1;
+  float kept = lower ? y[2] : y[0];
+  kept = __fadd_rn(kept, __shfl_xor_sync(~0u, lower ? y[0] : y[2], 2));
+  if (kSingle) return __fadd_rn(kept, __shfl_xor_sync(~0u, kept, 1));
+  float other = lower ? y[3] : y[1];
+  other = __fadd_rn(other, __shfl_xor_sync(~0u, lower ? y[1] : y[3], 2));
+  return __fadd_rn(odd ? other : kept, __shfl_xor_sync(~0u, odd ? kept : other, 1));
+}
+
+// ---- the history ---------------------------------------------------------------------------------------------------
+
+// 16 records of a slice's x as the operand of a product.
+template <typename Staged>
+struct HistoryOperand {
+  static constexpr int kParts = std::is_same_v<Staged, __half> ? 2 : 1;  // of BF16
+  uint32_t part[kParts][4];
+
+  // x: the lane's row of a matrix of 8 by 8: of record lane / 16 * 8 + lane % 8, the slice's columns from lane / 8 % 2
+  // * 8 on.
+  __device__ explicit HistoryOperand(const Staged* x) {
+    uint32_t (&a)[4] = part[0];
+    load_transposed(a, x);
+    if constexpr (kParts == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 pair = unpack_pair<__half>(a[i]);
+        a[i] = take_part(pair.x, pair.y);
+        part[1][i] = upper_halves(pair.x, pair.y);
+      }
+    }
+  }
+  // y += x times the lane's column of weights.
+  __device__ void multiply(uint32_t first, uint32_t second, float (&y)[4]) const {
+#pragma unroll
+    for (int i = kParts - 1; i >= 0; --i) {
+      multiply_pairs<__nv_bfloat16>(y, part[i][0], part[i][1], part[i][2], part[i][3], first, second);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace replayssm
