@@ -48,9 +48,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def write_repository(folder: Path, model: Path = TINY, **settings) -> Path:
+def write_repository(folder: Path, model: Path = TINY, device: str = "cpu", **settings) -> Path:
     """A repository of one model. settings: of Settings."""
-    settings = Settings(str(model), device="cpu", **settings)
+    settings = Settings(str(model), device=device, **settings)
     write_model(folder, INTERFACES[settings.interface].model, settings)
     return folder
 

@@ -27,9 +27,9 @@ PROMPT = PROMPTS[0]
 SHORT = SamplingParams(max_tokens=8)
 
 
-def test_text(server):
-    expected = solo(PROMPT, SamplingParams(max_tokens=24))
-    status, answer = server.generate(text_input=PROMPT, sampling_param_max_tokens=24)
+def test_text(any_server, device):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device)
+    status, answer = any_server.generate(text_input=PROMPT, sampling_param_max_tokens=24)
     assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected.text, expected.finish_reason)
     assert answer["num_input_tokens"] == len(expected.prompt)
     assert answer["num_output_tokens"] == len(expected.tokens) == 24
@@ -37,24 +37,24 @@ def test_text(server):
     # A draft may stand beyond the text's end.
     assert 0 <= 1 + answer["num_decode_steps"] + answer["total_accepted_draft_tokens"] - 24 <= 3
     assert answer["arrival_time_ns"] < answer["first_token_time_ns"] < answer["last_token_time_ns"] <= time.time_ns()
-    with Client(server.grpc) as client:
+    with Client(any_server.grpc) as client:
         assert client.generate(PROMPT, sampling_param_max_tokens=24).text == expected.text
 
 
-def test_ensemble_text(server):
-    expected = solo(PROMPT, SamplingParams(max_tokens=24))
-    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, stop_words=[""], end_id=-1)
+def test_ensemble_text(any_server, device):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device)
+    status, answer = any_server.generate("ensemble", text_input=PROMPT, max_tokens=24, stop_words=[""], end_id=-1)
     assert (status, answer["text_output"], answer["sequence_index"]) == (200, expected.text, 0)
-    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, exclude_input_in_output=False)
+    status, answer = any_server.generate("ensemble", text_input=PROMPT, max_tokens=24, exclude_input_in_output=False)
     assert (status, answer["text_output"]) == (200, PROMPT + expected.text)
-    with Client(server.grpc, ENSEMBLE) as client:
+    with Client(any_server.grpc, ENSEMBLE) as client:
         assert client.generate(PROMPT, max_tokens=24).text == expected.text
 
 
-def test_streams(server):
+def test_streams(any_server, device):
     """llmapi streams the text so far, ensemble what is new; the last response has the statistics."""
-    expected = solo(PROMPT, SamplingParams(max_tokens=24)).text
-    events = list(server.stream(text_input=PROMPT, sampling_param_max_tokens=24, streaming=True))
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device).text
+    events = list(any_server.stream(text_input=PROMPT, sampling_param_max_tokens=24, streaming=True))
     texts = [event["text_output"] for event in events]
     assert len(texts) > 4 and texts[-1] == expected
     assert all(
@@ -62,14 +62,14 @@ def test_streams(server):
     )
     assert "finish_reason" not in events[0] and events[-1]["num_output_tokens"] == 24
 
-    events = list(server.stream("ensemble", text_input=PROMPT, max_tokens=24, stream=True))
+    events = list(any_server.stream("ensemble", text_input=PROMPT, max_tokens=24, stream=True))
     assert len(events) > 4 and "".join(event["text_output"] for event in events) == expected
 
     for interface, options in (
         (LLMAPI, {"sampling_param_max_tokens": 24, "streaming": True}),
         (ENSEMBLE, {"max_tokens": 24, "stream": True}),
     ):
-        with Client(server.grpc, interface) as client:
+        with Client(any_server.grpc, interface) as client:
             answers = list(client.stream(PROMPT, **options))
         assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
         assert len(answers) > 4
@@ -86,8 +86,8 @@ def test_stop_strings_and_short_names(server):
     assert word not in answer["text_output"]
 
 
-def test_200_clients_get_the_texts_of_solo_runs(server):
-    """Mixed lengths, draft settings and sampling, over 32 slots; half of them stream."""
+def test_200_clients_get_the_texts_of_solo_runs(any_server, device):
+    """Mixed lengths, draft settings and sampling, over 32 slots; a third of them streams."""
     rng = random.Random(3)
     kinds = []
     for index in range(50):
@@ -100,15 +100,15 @@ def test_200_clients_get_the_texts_of_solo_runs(server):
         )
         kinds.append((PROMPTS[index % len(PROMPTS)], params))
     for kind in kinds:
-        solo(*kind)
-    before = server.metrics()
+        solo(*kind, device)
+    before = any_server.metrics()
     texts, errors = {}, []
     start = threading.Barrier(200)
 
     def ask(index: int) -> None:
         prompt, params = kinds[index % 50]
         try:
-            with Client(server.grpc) as client:
+            with Client(any_server.grpc) as client:
                 start.wait(60)
                 answer = client.generate(
                     prompt,
@@ -132,10 +132,10 @@ def test_200_clients_get_the_texts_of_solo_runs(server):
         thread.join()
     assert errors == []
     for index, text in texts.items():
-        assert_solo(*kinds[index % 50], text)
-    after = server.metrics_when(lambda metrics: ended(metrics) - ended(before) == 200)
+        assert_solo(*kinds[index % 50], text, device)
+    after = any_server.metrics_when(lambda metrics: ended(metrics) - ended(before) == 200)
     assert len(texts) == 200
-    generated = 4 * sum(len(solo(*kind).tokens) for kind in kinds)
+    generated = 4 * sum(len(solo(*kind, device).tokens) for kind in kinds)
     assert abs(after["generated_tokens_total"] - before["generated_tokens_total"] - generated) <= 40
     assert after["accepted_draft_tokens_total"] > before["accepted_draft_tokens_total"]
 
