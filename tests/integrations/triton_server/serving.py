@@ -135,9 +135,12 @@ class Launched:
                 continue
         return found
 
+    def running(self, program: str) -> list[int]:
+        """Processes of tritonserver or triton_python_backend_stub."""
+        return [pid for pid, command in self.processes().items() if Path(command[0]).name == program]
+
     def pid_of(self, program: str) -> int:
-        """Of tritonserver or triton_python_backend_stub."""
-        return next(pid for pid, command in self.processes().items() if Path(command[0]).name == program)
+        return self.running(program)[0]
 
     # ---- clients ----
 

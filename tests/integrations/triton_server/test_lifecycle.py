@@ -97,7 +97,20 @@ def test_streams_that_stay_open_do_not_keep_it_alive(tmp_path):
             server.process.terminate()
             assert server.wait() == 1
         assert server.left() == []
-    assert "connections stayed open: tritonserver was killed" in (tmp_path / "log").read_text()
+    assert "tritonserver did not end (connections stayed open, or" in (tmp_path / "log").read_text()
+
+
+def test_sigterm_while_models_load(tmp_path):
+    """tritonserver may not hear it then."""
+    server = Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1")
+    try:
+        while not server.running("triton_python_backend_stub"):
+            time.sleep(0.01)
+        server.process.terminate()
+        assert server.wait(20) in (0, 1)
+    finally:
+        server.end()
+    assert "ready: " not in (tmp_path / "log").read_text()
 
 
 def test_kill_9_and_restart(tmp_path):
@@ -127,22 +140,6 @@ def test_who_comes_when_the_line_is_full_is_told_so(slow):
         assert (status, answer["error"]) == (400, "1 requests wait already: come again later")
         running.close(cancel=True)
         assert waiting.receive(30).text == solo(PROMPT, SamplingParams(max_tokens=8)).text
-
-
-def test_refused_requests_have_the_status_invalid_argument(slow):
-    """Streams have statuses only if they ask for them. After the end of such a stream 2.51 now and then crashes in its
-    own front: so there is one, the last thing that is asked of this server.
-    """
-    for inputs in ({"text_input": ""}, {"text_input": PROMPT, "sampling_param_max_tokens": -1}):
-        with Client(slow.grpc) as client, pytest.raises(InferenceServerException, match="text_input|max_tokens"):
-            client.send(client.tensors(**inputs))
-            client.receive(30)
-    assert slow.process.poll() is None
-    with Client(slow.grpc, strict=True) as client:
-        client.send(client.tensors(**inputs))
-        with pytest.raises(InferenceServerException, match="max_tokens is -1") as error:
-            client.receive(30)
-    assert error.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def test_dead_model_process_is_noticed(tmp_path):
