@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from trtllm_replayssm import ReplayConfig
 from trtllm_replayssm.cli import PROMPTS
 from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.repository import write_model
@@ -39,7 +40,8 @@ from trtllm_replayssm.integrations.triton_server.server import Address, Program,
 from trtllm_replayssm.integrations.triton_server.settings import Settings
 from trtllm_replayssm.runtime import Engine, SamplingParams
 from trtllm_replayssm.runtime.agreement import margin_of_difference
-from trtllm_replayssm.runtime.engine import pick_device
+from trtllm_replayssm.runtime.engine import pick_device, replay_config
+from trtllm_replayssm.runtime.model_config import ModelConfig
 
 MODES = {"standard": {}, "mtp": {"speculation": "mtp", "draft_tokens": 3}}
 FLUSHES = 'replayssm_flushes_total{model="tensorrt_llm"}'
@@ -185,14 +187,21 @@ def started(options, speculation: dict):
             yield server
 
 
-def measured(server: Server, clients: Clients, count: int, solo: SoloRuns, options) -> dict:
+def measured(server: Server, config: ReplayConfig, clients: Clients, count: int, solo: SoloRuns, options) -> dict:
+    """A run of a mode, whose states are kept as `config` says."""
     flushes = server.metrics()[FLUSHES]
     requests = options.requests if count > 1 else options.requests // 8
     record, texts = clients.load(f"127.0.0.1:{server.address.grpc}", count, requests, options.tokens)
     time.sleep(1.0)  # metrics follow
     flushes = server.metrics()[FLUSHES] - flushes
-    if flushes < record["requests"]:
-        raise SystemExit(f"{record['requests']} texts of {options.tokens} tokens flushed {flushes:g} times: too short")
+    # A window is flushed when it has no room for a step.
+    decoded, drafts = options.tokens - 1, config.max_step_tokens - 1
+    least, most = decoded / config.window - 1, (decoded + drafts) / (config.window - drafts) + 1
+    if not least <= flushes / record["requests"] <= most or most <= 2:
+        raise SystemExit(
+            f"{record['requests']} texts of {options.tokens} tokens flushed {flushes:g} times in windows of "
+            f"{config.window}, expected {least:.2f} to {most:.2f} each, and more than once"
+        )
     return {**record, "flushes": flushes, **solo.compare(texts)}
 
 
@@ -245,6 +254,9 @@ def main():
         "commit": options.commit,
         "command": shlex.join(["python", *sys.argv]),
     }
+    model = ModelConfig.read(options.checkpoint)
+    dtype = options.dtype or (model.dtype if place.type == "cuda" else "float32")
+    configs = {mode: replay_config(model, dtype, given.get("draft_tokens", 0), "auto") for mode, given in MODES.items()}
     records = {}
     with ExitStack() as stack:
         clients = stack.enter_context(Clients(options.clients, options.client_processes))
@@ -256,7 +268,7 @@ def main():
             runs = {mode: [] for mode in MODES}
             for _ in range(options.runs):
                 for mode, server in servers.items():
-                    runs[mode].append(measured(server, clients, count, solo, options))
+                    runs[mode].append(measured(server, configs[mode], clients, count, solo, options))
                 records[count] = [{**record, **about} for record in fastest(runs)]
                 print(*map(json.dumps, records[count]), sep="\n", flush=True)
                 if options.output:

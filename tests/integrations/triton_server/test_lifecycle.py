@@ -186,6 +186,18 @@ def test_broken_models_are_reported_by_name(tmp_path):
         assert reason in reported.split("; model ")[0]
 
 
+def test_library_that_computes_wrong_is_refused(tmp_path, wrong_libm):
+    """A29: the model's self-test, on a machine whose exponentials are off by 1e-4."""
+    server = Launched(write_repository(tmp_path / "models"), tmp_path / "log", LD_PRELOAD=str(wrong_libm))
+    try:
+        assert server.wait() == 2
+    finally:
+        server.end()
+    error = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("trtllm-replayssm: error")]
+    assert "model 'tensorrt_llm' could not be loaded" in error[0]
+    assert "self-test on the CPU: conv_step has a relative error of" in error[0]
+
+
 def test_numpy_that_corrupts_numbers_is_refused(tmp_path):
     """The stub embeds the launcher's Python: here that of these tests."""
     if int(numpy.__version__.split(".")[0]) < 2:

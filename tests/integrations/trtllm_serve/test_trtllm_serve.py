@@ -75,7 +75,8 @@ def run(server, steps):
 
 @PROFILES
 def test_500_steps_are_the_oracles(serve, device, profile, drafts):
-    """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands."""
+    """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands. A09, A10, A11,
+    A14."""
     server = run(serve(profile, drafts=drafts, device=device), 500)
     assert server.worst < 5e-6 and server.finite
     pool = decoder_of(server).pool
@@ -112,7 +113,7 @@ def test_as_many_requests_as_there_are_slots(serve, profile, drafts):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @PROFILES
 def test_captured_steps_are_the_oracles(serve, profile, drafts):
-    """Steps without prompts out of CUDA graphs, the acceptance inside of them."""
+    """Steps without prompts out of CUDA graphs, the acceptance inside of them. A05, A15."""
     server = run(serve(profile, drafts=drafts, device="cuda", graphs=True), 400)
     assert server.worst < 5e-6 and server.finite and len(server.captured) > 4
     decoder_of(server).pool.validate()
@@ -371,6 +372,7 @@ def test_shutdown_lets_go_of_the_states_and_tells_the_traffic(serve):
     ],
 )  # fmt: skip
 def test_bad_switches_name_themselves(name, value):
+    """A02."""
     with pytest.raises(ValueError, match=f"^TRTLLM_REPLAYSSM{name}: (expected|no such variable)"):
         Settings.of({f"TRTLLM_REPLAYSSM{name}": value})
 
