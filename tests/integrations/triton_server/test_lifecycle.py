@@ -97,17 +97,16 @@ def test_streams_that_stay_open_do_not_keep_it_alive(tmp_path):
             server.process.terminate()
             assert server.wait() == 1
         assert server.left() == []
-    assert "tritonserver did not end (connections stayed open, or" in (tmp_path / "log").read_text()
+    assert "connections stayed open: tritonserver was killed" in (tmp_path / "log").read_text()
 
 
 def test_sigterm_while_models_load(tmp_path):
-    """tritonserver may not hear it then."""
     server = Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1")
     try:
         while not server.running("triton_python_backend_stub"):
             time.sleep(0.01)
         server.process.terminate()
-        assert server.wait(20) in (0, 1)
+        assert server.wait(20) == 0
     finally:
         server.end()
     assert "ready: " not in (tmp_path / "log").read_text()
