@@ -192,7 +192,7 @@ def measured(server: Server, config: ReplayConfig, clients: Clients, count: int,
     flushes = server.metrics()[FLUSHES]
     requests = options.requests if count > 1 else options.requests // 8
     record, texts = clients.load(f"127.0.0.1:{server.address.grpc}", count, requests, options.tokens)
-    time.sleep(1.0)  # metrics follow
+    time.sleep(0.5)  # metrics follow
     flushes = server.metrics()[FLUSHES] - flushes
     # A window is flushed when it has no room for a step.
     decoded, drafts = options.tokens - 1, config.max_step_tokens - 1
