@@ -65,6 +65,7 @@ class Launched:
         *options: str,
         ports: list[int] | None = None,
         python=None,
+        cwd: Path | None = None,
         **environment: str,
     ):
         self.ports = ports or free_ports(3)
@@ -83,6 +84,7 @@ class Launched:
                 command,
                 stdout=file,
                 stderr=file,
+                cwd=cwd,
                 env={**os.environ, name: value, "OMP_NUM_THREADS": "1", **environment},
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),
             )

@@ -32,7 +32,9 @@ SLOW = {"context": 512, "max_batch": 1, "max_waiting": 1, "speculation": "mtp", 
 
 @pytest.fixture
 def slow(tmp_path):
-    with Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log") as server:
+    """Started in a folder with a module that models import, as a checkout has them."""
+    (tmp_path / "tokenizers.py").write_text("raise ImportError('in the folder that the server was started in')")
+    with Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", cwd=tmp_path) as server:
         yield server
 
 
