@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of the llmapi interface that are refused with INVALID_ARGUMENT, each with what its error says."""
 
+import math
+
 import numpy as np
 import tritonclient.grpc as triton
 from runtime.prompts import PROMPTS
@@ -20,15 +22,15 @@ JSON = {
     "too many tokens": ({"text_input": PROMPT, "sampling_param_max_tokens": 513}, "more than the context of 512"),
     "too long": ({"text_input": LONG}, "more than the context of 512"),
     "1 MB": ({"text_input": "x" * 2**20}, "1048576 characters, more than the context of 512 tokens can hold"),
+    "NaN temperature": (
+        {"text_input": PROMPT, "sampling_param_temperature": math.nan},
+        "temperature is nan, expected a finite number",
+    ),
     "range": ({"text_input": PROMPT, "sampling_param_top_p": 1.5}, "top_p is 1.5"),
     "drafts": ({"text_input": PROMPT, "sampling_param_draft_tokens": 4}, "draft_tokens is 4, expected at most the"),
     "unsupported": ({"text_input": PROMPT, "sampling_param_best_of": 2}, "sampling_param_best_of is 2: not supported"),
 }
 TENSORS = {  # what JSON cannot say: (name, dtype, array), besides the prompt if it is not the prompt
-    "NaN temperature": (
-        ("sampling_param_temperature", "FP32", np.array([np.nan], np.float32)),
-        "temperature is nan, expected a finite number",
-    ),
     "wrong dtype": (
         ("sampling_param_max_tokens", "FP32", np.array([4], np.float32)),
         "'sampling_param_max_tokens' data-type is 'FP32'",  # the server's own answer

@@ -163,9 +163,11 @@ def test_bad_input_is_refused_on_a_stream(server, kind):
 
 
 def test_json_that_the_server_cannot_read(server):
-    for body in (b"{", b'{"text_input": "a", "sampling_param_max_tokens": "many"}', b'{"text_input": 5}'):
+    """Its own answers, before the model sees anything."""
+    bodies = b"{", b'{"text_input": 5}', b'{"text_input": "a", "sampling_param_max_tokens": "many"}'
+    for body in bodies:
         status, _ = server.post("/v2/models/tensorrt_llm/generate", body)
-        assert status == 500
+        assert status == 500, body
     status, answer = server.generate(text_input=PROMPT, max_token=5)
     assert status == 400 and answer["error"].startswith("max_token: no input of this model")
     assert server.generate("nobody", text_input=PROMPT)[0] == 404
