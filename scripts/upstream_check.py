@@ -258,8 +258,14 @@ def _find(checkout: Path, places: list[str]) -> Path | None:
 
 
 def _facts(path: Path) -> dict:
+    """git_blob finds the commits that have this text, in a clone: git log --find-object=ID."""
     content = path.read_bytes()
-    return {"name": path.name, "characters": len(content.decode()), "sha256": hashlib.sha256(content).hexdigest()}
+    return {
+        "name": path.name,
+        "characters": len(content.decode()),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "git_blob": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(),
+    }
 
 
 def _load(paths: dict, on_cpu: bool):

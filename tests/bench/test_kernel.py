@@ -53,6 +53,7 @@ def test_records(bench):
 
 
 def test_verification_counts_what_it_accepts(bench):
+    """A16."""
     arguments = ("--batches", 8, "--tokens", 4, "--modes", "replay", "conventional_verify", "--json")
     replay, snapshots = bench(*SMALL, *arguments)[0]
     assert replay["steps"] > 16  # enough that 2 % of the flushes are no chance
@@ -77,7 +78,7 @@ def test_steps_without_flushes(bench, formats, reads, tokens):
 
 
 def test_a_wrong_count_of_flushes_is_refused(bench, monkeypatch, tmp_path):
-    """Off by 2.5 %: not recorded, said, and the exit code tells. The other cases are measured."""
+    """A16. Off by 2.5 %: not recorded, said, and the exit code tells. The other cases are measured."""
     right = kernel.flushes_per_row_and_step
     monkeypatch.setattr(kernel, "flushes_per_row_and_step", lambda window, tokens: right(window, tokens) * 1.025)
     output = tmp_path / "kernel.json"

@@ -142,7 +142,7 @@ def test_the_self_test_passes_and_sees_a_wrong_op(monkeypatch):
     assert {result["op"] for result in results} > {"step", "prefill", "conv_step", "restore", "plan_lengths"}
     step = ops.step
     monkeypatch.setattr(ops, "step", lambda *args: step(*args) * (1 + 2e-5))
-    monkeypatch.setattr(self_test, "LIMITS", {("fp32", "fp32", "none"): 2e-6})
+    monkeypatch.setattr(self_test, "FORMATS", [("fp32", "fp32", "none")])
     bad = {result["op"] for result in self_test.run("cpu") if not result["good"]}
     assert bad == {"step", "step, drafts"}
     monkeypatch.setattr(ops, "step", lambda *args: 1 / 0)
@@ -152,7 +152,7 @@ def test_the_self_test_passes_and_sees_a_wrong_op(monkeypatch):
 
 def test_the_report(tmp_path, capsys, monkeypatch):
     """On a machine without TensorRT-LLM it says so, and is not good."""
-    monkeypatch.setattr(self_test, "LIMITS", {("fp32", "fp32", "none"): 2e-6})
+    monkeypatch.setattr(self_test, "FORMATS", [("fp32", "fp32", "none")])
     assert cli.main(["doctor", "--report", str(tmp_path / "report.json")]) == 1
     lines = capsys.readouterr().out.splitlines()
     report = json.loads((tmp_path / "report.json").read_text())

@@ -188,6 +188,17 @@ def test_more_requests_than_slots_wait_in_line(device):
     assert late.finish_reason == "length"
 
 
+def test_eager_steps_of_1_31_and_32_rows(small, device):
+    """A12: memory for 32, and no graph of any size."""
+    prompts = [list(range(10 + index, 14 + index)) for index in range(32)]
+    alone = Engine(small, device=device, dtype="float32", max_batch=1)
+    expected = [alone.generate([prompt], endless(10))[0] for prompt in prompts]
+    engine = Engine(small, device=device, dtype="float32", max_batch=32, cuda_graphs=False)
+    for rows in (1, 31, 32):
+        for text, other in zip(engine.generate(prompts[:rows], endless(10)), expected, strict=False):
+            same_text(alone, other, text)
+
+
 def test_a_text_may_fill_the_context(small):
     engine = Engine(small, device="cpu", max_batch=1, context=64)
     (text,) = engine.generate([list(range(10, 20))], endless(54))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trtllm_replayssm import ops, self_test
 from trtllm_replayssm.builder import EngineConfig, assembly, build
 from trtllm_replayssm.builder.engine_config import STATE_IO
 from trtllm_replayssm.runtime import Engine, EngineRunner, ExecutorError, SamplingParams, engine_runner
@@ -58,6 +59,15 @@ def embedded(dtype="float32", **more):
 
 def tokens_of(sequences):
     return [(text.tokens, text.text, text.finish_reason, text.steps) for text in sequences]
+
+
+def test_ops_that_give_wrong_numbers_are_refused(folders, monkeypatch):
+    """A29."""
+    step = ops.step
+    monkeypatch.setattr(ops, "step", lambda *arguments: step(*arguments) * (1 + 2e-5))
+    self_test.require.cache_clear()
+    with pytest.raises(self_test.SelfTestError, match="self-test on the CPU: step has a relative error"):
+        runner(folders())
 
 
 # ---- the same tokens -------------------------------------------------------------------------------------------------

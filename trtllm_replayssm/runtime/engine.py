@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import ReplayConfig, SlotLayout, _core
+from .. import ReplayConfig, SlotLayout, _core, self_test
 from .batch import Row
 from .drafter import Drafter
 from .loader import Loader
@@ -417,6 +417,7 @@ class Engine(Serving):
     Raises:
         CheckpointError: the checkpoint is incomplete or not understood, before anything is allocated.
         ValueError: an argument is out of range, or CUDA was asked for and is not there.
+        SelfTestError: an op gives wrong numbers on this device, by name.
     """
 
     def __init__(
@@ -472,6 +473,7 @@ class Engine(Serving):
         if speculation == "mtp":
             MTP.require(checkpoint, config, weights)
         tokenizer = Tokenizer(checkpoint)
+        self_test.require(place, config.geometry, configs[mode], conventional=mode == "conventional")
         together = on_cuda and not deterministic
         snapshots = mode == "conventional" and drafts > 0
         loader = Loader(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .. import ReplayConfig, SlotLayout
+from .. import ReplayConfig, SlotLayout, self_test
 from ..builder import bundle as bundles
 from .drafter import Drafter
 from .engine import ACTIVATIONS, DTYPES, Serving
@@ -38,6 +38,8 @@ class EngineRunner(Serving):
         BundleError: the folder is incomplete, damaged, or of another version, by file.
         ExecutorError: it cannot run here: what it needs, and what was found.
         ValueError: an argument is out of range.
+        SelfTestError: an op gives wrong numbers on this device, by name. The ops are this package's: the plugin
+            library's are of the same source, built apart.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class EngineRunner(Serving):
         engine = bundle.engine
         drafts = check_drafts(bundle, speculation, draft_tokens)
         make, device = _executor(executor, folder, bundle)
+        self_test.require(device, bundle.geometry, bundle.pool.replay)
         tokenizer = Tokenizer(folder)
         memory = GraphMemory(bundle, DTYPES[engine.dtype], device)
         drafting = speculation == "mtp"

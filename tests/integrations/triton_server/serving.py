@@ -48,9 +48,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def write_repository(folder: Path, model: Path = TINY, **settings) -> Path:
+def write_repository(folder: Path, model: Path = TINY, device: str = "cpu", **settings) -> Path:
     """A repository of one model. settings: of Settings."""
-    settings = Settings(str(model), device="cpu", **settings)
+    settings = Settings(str(model), device=device, **settings)
     write_model(folder, INTERFACES[settings.interface].model, settings)
     return folder
 
@@ -65,6 +65,7 @@ class Launched:
         *options: str,
         ports: list[int] | None = None,
         python=None,
+        cwd: Path | None = None,
         **environment: str,
     ):
         self.ports = ports or free_ports(3)
@@ -83,6 +84,7 @@ class Launched:
                 command,
                 stdout=file,
                 stderr=file,
+                cwd=cwd,
                 env={**os.environ, name: value, "OMP_NUM_THREADS": "1", **environment},
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),
             )
@@ -135,9 +137,12 @@ class Launched:
                 continue
         return found
 
+    def running(self, program: str) -> list[int]:
+        """Processes of tritonserver or triton_python_backend_stub."""
+        return [pid for pid, command in self.processes().items() if Path(command[0]).name == program]
+
     def pid_of(self, program: str) -> int:
-        """Of tritonserver or triton_python_backend_stub."""
-        return next(pid for pid, command in self.processes().items() if Path(command[0]).name == program)
+        return self.running(program)[0]
 
     # ---- clients ----
 

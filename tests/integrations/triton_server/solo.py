@@ -4,6 +4,7 @@
 from functools import cache
 
 from trtllm_replayssm.runtime import Engine, SamplingParams
+from trtllm_replayssm.runtime.agreement import margin_of_difference
 
 from .serving import TINY
 
@@ -11,25 +12,18 @@ MARGIN = 1e-3  # of the two best logits, where another order of sums may choose 
 
 
 @cache
-def engine() -> Engine:
-    return Engine(TINY, device="cpu", max_batch=1, context=512)
+def engine(device: str = "cpu") -> Engine:
+    return Engine(TINY, device=device, dtype="float32", max_batch=1, context=512)
 
 
 @cache
-def solo(prompt: str, params: SamplingParams):
+def solo(prompt: str, params: SamplingParams, device: str = "cpu"):
     """The finished sequence."""
-    return engine().generate([prompt], params)[0]
+    return engine(device).generate([prompt], params)[0]
 
 
-def assert_solo(prompt: str, params: SamplingParams, text: str) -> None:
+def assert_solo(prompt: str, params: SamplingParams, text: str, device: str = "cpu") -> None:
     """`text` is the solo run's, or parts from it where its two best logits nearly tie."""
-    expected = solo(prompt, params)
-    if text == expected.text:
-        return
-    same = next((i for i, (a, b) in enumerate(zip(text, expected.text, strict=False)) if a != b), len(text))
-    settled, at = 0, 0
-    while at < len(expected.pieces) - 1 and settled + len(expected.pieces[at]) <= same:
-        settled += len(expected.pieces[at])
-        at += 1
-    best = engine().logits(expected.prompt + expected.tokens[:at])[-1].topk(2).values.tolist()
-    assert best[0] - best[1] < MARGIN, f"{prompt!r}, {params}: {text!r} is not {expected.text!r}"
+    expected = solo(prompt, params, device)
+    margin = margin_of_difference(engine(device), expected, text)
+    assert margin is None or margin < MARGIN, f"{prompt!r}, {params}: {text!r} is not {expected.text!r}"

@@ -7,10 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-import tritonclient.grpc as triton
 from runtime.prompts import PROMPTS
 from tritonclient.utils import InferenceServerException
 
@@ -18,6 +16,7 @@ from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.interface import ENSEMBLE, LLMAPI
 from trtllm_replayssm.runtime import SamplingParams
 
+from .bad_requests import JSON, TENSORS, tensors_of
 from .serving import DEADLINE, SOAK, Launched, ended, write_repository
 from .solo import assert_solo, solo
 
@@ -27,9 +26,9 @@ PROMPT = PROMPTS[0]
 SHORT = SamplingParams(max_tokens=8)
 
 
-def test_text(server):
-    expected = solo(PROMPT, SamplingParams(max_tokens=24))
-    status, answer = server.generate(text_input=PROMPT, sampling_param_max_tokens=24)
+def test_text(any_server, device):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device)
+    status, answer = any_server.generate(text_input=PROMPT, sampling_param_max_tokens=24)
     assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected.text, expected.finish_reason)
     assert answer["num_input_tokens"] == len(expected.prompt)
     assert answer["num_output_tokens"] == len(expected.tokens) == 24
@@ -37,24 +36,24 @@ def test_text(server):
     # A draft may stand beyond the text's end.
     assert 0 <= 1 + answer["num_decode_steps"] + answer["total_accepted_draft_tokens"] - 24 <= 3
     assert answer["arrival_time_ns"] < answer["first_token_time_ns"] < answer["last_token_time_ns"] <= time.time_ns()
-    with Client(server.grpc) as client:
+    with Client(any_server.grpc) as client:
         assert client.generate(PROMPT, sampling_param_max_tokens=24).text == expected.text
 
 
-def test_ensemble_text(server):
-    expected = solo(PROMPT, SamplingParams(max_tokens=24))
-    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, stop_words=[""], end_id=-1)
+def test_ensemble_text(any_server, device):
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device)
+    status, answer = any_server.generate("ensemble", text_input=PROMPT, max_tokens=24, stop_words=[""], end_id=-1)
     assert (status, answer["text_output"], answer["sequence_index"]) == (200, expected.text, 0)
-    status, answer = server.generate("ensemble", text_input=PROMPT, max_tokens=24, exclude_input_in_output=False)
+    status, answer = any_server.generate("ensemble", text_input=PROMPT, max_tokens=24, exclude_input_in_output=False)
     assert (status, answer["text_output"]) == (200, PROMPT + expected.text)
-    with Client(server.grpc, ENSEMBLE) as client:
+    with Client(any_server.grpc, ENSEMBLE) as client:
         assert client.generate(PROMPT, max_tokens=24).text == expected.text
 
 
-def test_streams(server):
+def test_streams(any_server, device):
     """llmapi streams the text so far, ensemble what is new; the last response has the statistics."""
-    expected = solo(PROMPT, SamplingParams(max_tokens=24)).text
-    events = list(server.stream(text_input=PROMPT, sampling_param_max_tokens=24, streaming=True))
+    expected = solo(PROMPT, SamplingParams(max_tokens=24), device).text
+    events = list(any_server.stream(text_input=PROMPT, sampling_param_max_tokens=24, streaming=True))
     texts = [event["text_output"] for event in events]
     assert len(texts) > 4 and texts[-1] == expected
     assert all(
@@ -62,14 +61,14 @@ def test_streams(server):
     )
     assert "finish_reason" not in events[0] and events[-1]["num_output_tokens"] == 24
 
-    events = list(server.stream("ensemble", text_input=PROMPT, max_tokens=24, stream=True))
+    events = list(any_server.stream("ensemble", text_input=PROMPT, max_tokens=24, stream=True))
     assert len(events) > 4 and "".join(event["text_output"] for event in events) == expected
 
     for interface, options in (
         (LLMAPI, {"sampling_param_max_tokens": 24, "streaming": True}),
         (ENSEMBLE, {"max_tokens": 24, "stream": True}),
     ):
-        with Client(server.grpc, interface) as client:
+        with Client(any_server.grpc, interface) as client:
             answers = list(client.stream(PROMPT, **options))
         assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
         assert len(answers) > 4
@@ -86,8 +85,8 @@ def test_stop_strings_and_short_names(server):
     assert word not in answer["text_output"]
 
 
-def test_200_clients_get_the_texts_of_solo_runs(server):
-    """Mixed lengths, draft settings and sampling, over 32 slots; half of them stream."""
+def test_200_clients_get_the_texts_of_solo_runs(any_server, device):
+    """Mixed lengths, draft settings and sampling, over 32 slots; a third of them streams."""
     rng = random.Random(3)
     kinds = []
     for index in range(50):
@@ -100,15 +99,15 @@ def test_200_clients_get_the_texts_of_solo_runs(server):
         )
         kinds.append((PROMPTS[index % len(PROMPTS)], params))
     for kind in kinds:
-        solo(*kind)
-    before = server.metrics()
+        solo(*kind, device)
+    before = any_server.metrics()
     texts, errors = {}, []
     start = threading.Barrier(200)
 
     def ask(index: int) -> None:
         prompt, params = kinds[index % 50]
         try:
-            with Client(server.grpc) as client:
+            with Client(any_server.grpc) as client:
                 start.wait(60)
                 answer = client.generate(
                     prompt,
@@ -132,98 +131,66 @@ def test_200_clients_get_the_texts_of_solo_runs(server):
         thread.join()
     assert errors == []
     for index, text in texts.items():
-        assert_solo(*kinds[index % 50], text)
-    after = server.metrics_when(lambda metrics: ended(metrics) - ended(before) == 200)
+        assert_solo(*kinds[index % 50], text, device)
+    after = any_server.metrics_when(lambda metrics: ended(metrics) - ended(before) == 200)
     assert len(texts) == 200
-    generated = 4 * sum(len(solo(*kind).tokens) for kind in kinds)
+    generated = 4 * sum(len(solo(*kind, device).tokens) for kind in kinds)
     assert abs(after["generated_tokens_total"] - before["generated_tokens_total"] - generated) <= 40
     assert after["accepted_draft_tokens_total"] > before["accepted_draft_tokens_total"]
 
 
 # ---- bad requests ----------------------------------------------------------------------------------------------------
 
-LONG = "and it came to pass " * 600
 
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"sampling_param_max_tokens": 3}, "text_input is missing"),
-        ({"text_input": ""}, "text_input is empty"),
-        ({"text_input": PROMPT, "sampling_param_max_tokens": -1}, "max_tokens is -1, expected at least 1"),
-        ({"text_input": PROMPT, "sampling_param_max_tokens": 513}, "more than the context of 512"),
-        ({"text_input": LONG}, "more than the context of 512"),
-        ({"text_input": "x" * 2**20}, "1048576 characters, more than the context of 512 tokens can hold"),
-        ({"text_input": PROMPT, "sampling_param_top_p": 1.5}, "top_p is 1.5"),
-        (
-            {"text_input": PROMPT, "sampling_param_draft_tokens": 4},
-            "draft_tokens is 4, expected at most the engine's 3",
-        ),
-        ({"text_input": PROMPT, "sampling_param_best_of": 2}, "sampling_param_best_of is 2: not supported"),
-    ],
-    ids=["missing", "empty", "negative", "too many", "too long", "1 MB", "range", "drafts", "unsupported"],
-)
-def test_bad_input_is_refused(server, inputs, message):
+@pytest.mark.parametrize("kind", JSON)
+def test_bad_input_is_400(server, kind):
+    inputs, message = JSON[kind]
     status, answer = server.generate(**inputs)
     assert status == 400
     assert message in answer["error"]
+
+
+@pytest.mark.parametrize("kind", [*JSON, *TENSORS])
+def test_bad_input_is_refused_on_a_stream(server, kind):
+    """With a message only, unless the stream asks for statuses (test_statuses.py). What follows on it is answered."""
     with Client(server.grpc) as client:
-        assert_refused(client, client.tensors(**inputs), message)
-        assert client.generate(PROMPT, sampling_param_max_tokens=8).text == solo(PROMPT, SHORT).text
-
-
-def assert_refused(client, tensors, message):
-    """On a stream the server gives an error's message only; test_lifecycle.py has the status."""
-    client.send(tensors)
-    with pytest.raises(InferenceServerException) as error:
-        client.receive(30)
-    assert message in error.value.message()
-
-
-def test_bad_tensors_are_refused(server):
-    """What JSON cannot say: NaN, a wrong dtype or shape, bytes that are no UTF-8."""
-    with Client(server.grpc) as client:
-        text = client.tensors(text_input=PROMPT)
-        nan = client.tensors(sampling_param_temperature=float("nan"))
-        wrong = triton.InferInput("sampling_param_max_tokens", [1], "FP32")
-        wrong.set_data_from_numpy(np.array([4], np.float32))
-        latin = triton.InferInput("text_input", [1], "BYTES")
-        latin.set_data_from_numpy(np.array([b"\xe4pfel"], object))
-        for tensors, message in (
-            (text + nan, "temperature is nan, expected a finite number"),
-            ([latin], "text_input: expected UTF-8 text, got byte 0"),
-            (client.tensors(text_input=["a", "b"]), "text_input has shape [2], expected one value"),
-            ([*text, wrong], "'sampling_param_max_tokens' data-type is 'FP32'"),  # the server's own answer
-        ):
-            assert_refused(client, tensors, message)
+        tensors, message = tensors_of(client, kind)
+        client.send(tensors)
+        with pytest.raises(InferenceServerException) as error:
+            client.receive(30)
+        assert message in error.value.message()
         assert client.generate(PROMPT, sampling_param_max_tokens=8).text == solo(PROMPT, SHORT).text
 
 
 def test_json_that_the_server_cannot_read(server):
-    for body in (b"{", b'{"text_input": "a", "sampling_param_max_tokens": "many"}', b'{"text_input": 5}'):
+    """Its own answers, before the model sees anything."""
+    bodies = b"{", b'{"text_input": 5}', b'{"text_input": "a", "sampling_param_max_tokens": "many"}'
+    for body in bodies:
         status, _ = server.post("/v2/models/tensorrt_llm/generate", body)
-        assert status == 500
+        assert status == 500, body
     status, answer = server.generate(text_input=PROMPT, max_token=5)
     assert status == 400 and answer["error"].startswith("max_token: no input of this model")
     assert server.generate("nobody", text_input=PROMPT)[0] == 404
 
 
 def test_bad_requests_harm_nobody(server):
-    """A text streams on while all kinds of nonsense come in."""
+    """A text streams on while all kinds of nonsense come in by HTTP and gRPC."""
     params = SamplingParams(max_tokens=120, stop_tokens=())
     before = server.metrics()["requests_total refused"]
-    with Client(server.grpc) as client:
+    with Client(server.grpc) as client, Client(server.grpc) as other:
         answers = client.stream(PROMPT, sampling_param_max_tokens=120, streaming=True)
-        texts = []
-        for number, answer in enumerate(answers):
-            texts.append(answer.text)
-            if number < 8:
-                bad = ({"text_input": ""}, {"text_input": "x" * 2**20}, {"text_input": "a", "max_tokens": -1})[
-                    number % 3
-                ]
-                assert server.generate(**bad)[0] == 400
+        texts = [next(answers).text]
+        for kind in JSON:
+            assert server.generate(**JSON[kind][0])[0] == 400
+            texts.append(next(answers).text)
+        for kind in [*JSON, *TENSORS]:
+            other.send(tensors_of(other, kind)[0])
+            with pytest.raises(InferenceServerException):
+                other.receive(30)
+        texts += [answer.text for answer in answers]
     assert_solo(PROMPT, params, texts[-1])
-    server.metrics_when(lambda metrics: metrics["requests_total refused"] - before >= 8)
+    seen = 2 * len(JSON) + len(TENSORS) - 1  # of all but the dtype, which the server itself refuses
+    server.metrics_when(lambda metrics: metrics["requests_total refused"] - before >= seen)
 
 
 def test_stop_request_ends_the_text_of_its_id(server):

@@ -20,7 +20,7 @@ from doubles.shared import Mamba2Metadata, empty
 from mixer import Weights, random_tokens, same_bits
 from serving import LAYER_MASK, MAPPING, Request, Server
 
-from trtllm_replayssm import MambaGeometry
+from trtllm_replayssm import MambaGeometry, ops, self_test
 from trtllm_replayssm.integrations.trtllm_build import doctor
 from trtllm_replayssm.integrations.trtllm_serve import MODULE_DIR
 from trtllm_replayssm.integrations.trtllm_serve.settings import Settings
@@ -75,7 +75,8 @@ def run(server, steps):
 
 @PROFILES
 def test_500_steps_are_the_oracles(serve, device, profile, drafts):
-    """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands."""
+    """Prompts in chunks, standard steps, verifications, padding, pre-emption, slots that change hands. A09, A10, A11,
+    A14."""
     server = run(serve(profile, drafts=drafts, device=device), 500)
     assert server.worst < 5e-6 and server.finite
     pool = decoder_of(server).pool
@@ -112,7 +113,7 @@ def test_as_many_requests_as_there_are_slots(serve, profile, drafts):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @PROFILES
 def test_captured_steps_are_the_oracles(serve, profile, drafts):
-    """Steps without prompts out of CUDA graphs, the acceptance inside of them."""
+    """Steps without prompts out of CUDA graphs, the acceptance inside of them. A05, A15."""
     server = run(serve(profile, drafts=drafts, device="cuda", graphs=True), 400)
     assert server.worst < 5e-6 and server.finite and len(server.captured) > 4
     decoder_of(server).pool.validate()
@@ -371,6 +372,7 @@ def test_shutdown_lets_go_of_the_states_and_tells_the_traffic(serve):
     ],
 )  # fmt: skip
 def test_bad_switches_name_themselves(name, value):
+    """A02."""
     with pytest.raises(ValueError, match=f"^TRTLLM_REPLAYSSM{name}: (expected|no such variable)"):
         Settings.of({f"TRTLLM_REPLAYSSM{name}": value})
 
@@ -474,6 +476,21 @@ def test_what_does_not_fit_is_refused_or_stays_stock(serve, case):
     assert any("ReplaySSM is OFF" in line and match.split(": ")[0] in line for line in log_of("warning"))
     if case != "native replay":  # whose kernel the double does not have
         assert run(server, 30).worst < 5e-6
+
+
+@pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")
+def test_ops_that_give_wrong_numbers_are_refused_or_stay_stock(serve, monkeypatch):
+    """A29: when the cache manager is made."""
+    step = ops.step
+    monkeypatch.setattr(ops, "step", lambda *arguments: step(*arguments) * (1 + 2e-5))
+    self_test.require.cache_clear()
+    with pytest.raises(
+        RuntimeError, match=r"self-test on the CPU: step has a relative error of 2\.0e-05 \(limit 2e-06"
+    ):
+        serve("C", drafts=3)
+    server = serve("C", {"REPLAYSSM_ON_MISMATCH": "fallback"}, drafts=3)
+    assert holder_of(server)._replayssm is None
+    assert any("ReplaySSM is OFF" in line and "self-test" in line for line in log_of("warning"))
 
 
 @pytest.mark.filterwarnings("ignore:ReplaySSM is OFF")

@@ -17,8 +17,11 @@ from .settings import Settings
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
 _MODEL = """\
 # Written by `trtllm-replayssm triton-repo`. The package must be installed in the Python that Triton's stub uses: the
-# first python3 in PATH.
-from trtllm_replayssm.integrations.triton_server.model import TritonPythonModel  # noqa: F401
+# first python3 in PATH. Nothing is imported from the folder that the server was started in, which the stub puts first.
+import sys
+
+sys.path[:] = [path for path in sys.path if path]
+from trtllm_replayssm.integrations.triton_server.model import TritonPythonModel  # noqa: E402, F401
 """
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import _core, ops
+from ... import _core, ops, self_test
 from ...config import ReplayConfig
 from ...geometry import MambaGeometry
 from ...plan import Plan
@@ -64,7 +64,7 @@ class ReplayDecoder:
         known: ids of the running requests whose prompts were processed here.
 
     Raises:
-        Mismatch: states that ReplaySSM can't continue from, or too many drafts.
+        Mismatch: states that ReplaySSM can't continue from, too many drafts, or ops that give wrong numbers here.
     """
 
     def __init__(self, states: States, step_tokens: int, rounding: bool, first_head: int, settings: Settings):
@@ -185,7 +185,7 @@ def _pool(states: States, step_tokens: int, rounding: bool, first_head: int, set
             )
         for warning in told:
             logger.warning(f"ReplaySSM: {warning.message}")
-        return StatePool(
+        pool = StatePool(
             MambaGeometry(heads, head_dim, groups, state_dim, kept + 1),
             config,
             slots,
@@ -194,7 +194,9 @@ def _pool(states: States, step_tokens: int, rounding: bool, first_head: int, set
             first_head,
             {"checkpoint": states.ssm, "conv_ring": None},
         )
-    except (ValueError, NotImplementedError) as error:
+        self_test.require(pool.device, pool.geometry, pool.config)
+        return pool
+    except (ValueError, NotImplementedError, self_test.SelfTestError) as error:
         raise Mismatch(str(error)) from error
 
 
