@@ -115,12 +115,16 @@ def recorded(monkeypatch):
 
     seen, sample = Recorded(), runner.sample
 
-    def record(logits, params, positions, tiles):
+    def record(logits, params, positions, tiles, rows=None):
         seen.append(logits.clone())
+        indices = range(len(logits)) if rows is None else rows.tolist()
         seen.rows.update(
-            {(p.seed, position): row for p, position, row in zip(params, positions, seen[-1], strict=True)}
+            {
+                (params[index].seed, position): row
+                for index, position, row in zip(indices, positions.tolist(), seen[-1], strict=True)
+            }
         )
-        return sample(logits, params, positions, tiles)
+        return sample(logits, params, positions, tiles, rows)
 
     monkeypatch.setattr(runner, "sample", record)
     return seen

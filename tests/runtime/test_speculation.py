@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from trtllm_replayssm.runtime import Acceptance, Drafter, Engine, SamplingParams
+from trtllm_replayssm.runtime.frontier import HEADER
 from trtllm_replayssm.runtime.sequence import Sequence
 
 from .conftest import GPU, SMALL, TINY, relative_error, same_text, write_checkpoint
@@ -445,18 +446,14 @@ class EagerGraphs:
         self.context, self.drafts = context + self.extra_context, drafts
         return self
 
-    def verify(self, per_token, per_row):
-        assert per_token.shape == (4, self.rows * self.width) and per_row.shape == (2, self.rows)
-        self.tokens = int(per_row[1].sum())  # on the CPU the ops know the counts and take no more tokens than these
-        assert (per_token[2, self.tokens :] == -1).all()
-        self.batch = self.runner.batch_together(per_token[:, : self.tokens], per_row, self.width, self.context)
+    def verify(self, asked):
+        assert asked.shape == (self.rows, HEADER + self.width)
+        self.batch = self.runner.batch_together(asked, self.context)
         self.hidden, logits = self.runner.verify(self.batch)
         return logits
 
     def settle(self, chosen):
-        padded = torch.zeros(self.tokens, dtype=torch.int64)
-        padded[: len(chosen)] = chosen
-        return self.runner.settle(self.batch, self.hidden, padded, self.drafts)
+        return self.runner.settle(self.batch, self.hidden, chosen, self.drafts)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])

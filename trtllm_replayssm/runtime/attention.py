@@ -11,6 +11,11 @@ from .dense import Linear
 from .row_tiles import RowTiles
 
 
+def has_kernel(keys: torch.Tensor) -> bool:
+    """Whether ops.attend takes such keys, with queries of their dtype. On the CPU torch is faster."""
+    return keys.is_cuda and keys.dtype != torch.float32 and keys.shape[-1] in (64, 128)
+
+
 class Attention:
     def __init__(self, layer: int, q: Linear, k: Linear, v: Linear, o: Linear, head_dim: int, tiles: RowTiles):
         self.layer = layer  # index among the attention layers
@@ -21,7 +26,7 @@ class Attention:
         q, k, v = (self.tiles(proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
-        if self._has_kernel(q, keys):
+        if q.dtype == keys.dtype and has_kernel(keys):
             out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
         elif batch.on_host is None:
             out = self.together(q, keys, values, batch)
@@ -35,10 +40,6 @@ class Attention:
                 first += row.count
             out = torch.cat(parts)
         return self.tiles(self.o, out.flatten(1))
-
-    def _has_kernel(self, q: torch.Tensor, keys: torch.Tensor) -> bool:
-        """Whether ops.attend takes these. On the CPU torch is faster."""
-        return q.is_cuda and q.dtype == keys.dtype != torch.float32 and self.head_dim in (64, 128)
 
     def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""
