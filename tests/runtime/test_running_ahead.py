@@ -13,8 +13,8 @@ from .conftest import TINY
 from .prompts import PROMPTS
 
 
-def engine_for(speculation, ahead=True, **options):
-    engine = Engine(TINY, device="cpu", dtype="float32", speculation=speculation, **options)
+def engine_for(speculation, device="cpu", ahead=True, **options):
+    engine = Engine(TINY, device=device, dtype="float32", speculation=speculation, **options)
     engine._runner.together = ahead
     if speculation == "mtp":
         engine._drafter.together = ahead
@@ -23,11 +23,11 @@ def engine_for(speculation, ahead=True, **options):
 
 
 @pytest.mark.parametrize("speculation", [None, "mtp", "ngram"])
-def test_requests_that_come_and_go_get_their_texts(speculation):
+def test_requests_that_come_and_go_get_their_texts(speculation, device):
     """More requests than slots, greedy and sampled, ends at stop tokens and at max_tokens, some cancelled, and others
     pre-empted where the step after the one that is known is on its way. Every step tells who got tokens."""
     random_numbers = random.Random(3)
-    alone = engine_for(speculation, ahead=False, max_batch=6)
+    alone = engine_for(speculation, device, ahead=False, max_batch=6)
     drafts = [index % 4 if speculation else None for index in range(14)]
     params = [
         SamplingParams(4 + 3 * (index % 6), temperature=0.6 * (index % 2), seed=index, draft_tokens=drafts[index])
@@ -37,7 +37,7 @@ def test_requests_that_come_and_go_get_their_texts(speculation):
     stops = {index: expected[index].tokens[2] for index in (1, 4, 8, 11)}
     for index, stop in stops.items():
         params[index] = replace(params[index], stop_tokens=(stop,))
-    engine = engine_for(speculation, max_batch=4, prefill_chunk=24)
+    engine = engine_for(speculation, device, max_batch=4, prefill_chunk=24)
     texts = [engine.add_request(prompt, p) for prompt, p in zip(PROMPTS[:14], params, strict=True)]
     told = [0] * 14
     while any(text.finish_reason is None for text in texts):
