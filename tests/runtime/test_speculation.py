@@ -103,7 +103,7 @@ def test_sampled_texts_are_those_of_plain_sampling(drafter, device):
 
 
 @pytest.mark.parametrize("right", [0, 1, 3])
-def test_state_is_that_of_the_accepted_tokens(right, device):
+def test_state_is_that_of_the_accepted_tokens(right, device, in_step):
     """A20: what the Mamba layers remember after verification is what they remember after the accepted tokens alone."""
     (known,) = Engine(TINY, device=device, dtype="float32", max_batch=1).generate([PROMPTS[0]], endless(150))
     engine = Engine(TINY, device=device, dtype="float32", max_batch=1, speculation=Scripted([known], right))
@@ -152,7 +152,7 @@ def test_drafter_that_is_right_so_often(mode, right, device):
     assert all(kept == min(brought, right + 1) for brought, kept in text.steps)
 
 
-def test_statistics_add_up(device):
+def test_statistics_add_up(device, in_step):
     engine = Engine(TINY, device=device, dtype="float32", speculation="mtp", max_batch=4)
     texts = engine.generate(PROMPTS[:6], endless(40))
     statistics = engine.statistics()

@@ -217,7 +217,8 @@ class Serving:
 
     def statistics(self) -> dict:
         """Counts since the engine was made. `decode_tokens` are those that decode steps committed: without each text's
-        first token, which its prompt's pass gave, and with the accepted ones after a text's end.
+        first token, which its prompt's pass gave, and with those that were accepted after a text's end, in its last
+        step or in one that was launched before its end was known.
 
         prefill_traffic, decode_traffic: Traffic, counted by the pool. acceptance: of all texts' steps and drafts; a
         Sequence has its own.
