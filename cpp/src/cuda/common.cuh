@@ -447,6 +447,7 @@ __device__ inline char* section_of(const replayssm_buffer& buffer, int32_t slot)
 cudaError_t load_cursor_kernels();
 cudaError_t load_conv_kernels();
 cudaError_t load_norm_kernels();
+cudaError_t load_activation_kernels();
 cudaError_t load_attention_kernels();
 cudaError_t load_fold_kernels();
 cudaError_t load_step_kernels();
