@@ -351,6 +351,11 @@ void rms_norm(int64_t stream, const Matrix& x, const Matrix& addend, const Matri
   check(replayssm_rms_norm(&exec, &args));
 }
 
+void relu2(int64_t stream, uintptr_t x, int32_t dtype, int64_t count) {
+  const auto exec = execution(stream);
+  check(replayssm_relu2(&exec, pointer<void>(x), dtype, count));
+}
+
 using Strided = std::tuple<uintptr_t, int64_t, int64_t>;  // address, strides
 
 void attend(int64_t stream, int32_t dtype, const Strided& q, const Strided& keys, const Strided& values,
@@ -498,6 +503,7 @@ NB_MODULE(_core, m) {
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("rms_norm", &rms_norm, unlocked);
+  m.def("relu2", &relu2, unlocked);
   m.def("attend", &attend, unlocked);
   nb::class_<Spec>(m, "Spec")
       .def(nb::init<const replayssm_geometry&, const replayssm_config&, int32_t, int32_t, int32_t, int32_t>(),

@@ -37,6 +37,7 @@ SCHEMAS = {
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
     "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
     "rms_norm": "Tensor(a!) x, Tensor? addend, Tensor? gate, Tensor weight, Tensor(b!) out, int groups, float eps",
+    "relu2": "Tensor(a!) x",
     "attend": "Tensor q, Tensor keys, Tensor values, Tensor slots, Tensor positions, Tensor cells, Tensor(a!) out, "
     "float scale",
     "flush": f"{_LAYER}, Tensor A_log, {_CHECKPOINT}",
@@ -176,6 +177,10 @@ def _matrix(tensor: torch.Tensor | None) -> tuple[int, int, int]:
 def rms_norm(x, addend, gate, weight, out, groups, eps):
     tensors = (_matrix(x), _matrix(addend), _matrix(gate), *_address_dtype(weight), _matrix(out))
     _core.rms_norm(_stream(x), *tensors, *x.shape, groups, eps)
+
+
+def relu2(x):
+    _core.relu2(_stream(x), *_address_dtype(x), x.numel())
 
 
 def attend(q, keys, values, slots, positions, cells, out, scale):

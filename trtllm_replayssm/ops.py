@@ -104,6 +104,18 @@ def rms_norm(
     return out
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2 in the place of x, which is returned: what a model's MLP has between its products. NaN stays.
+
+    x: fp32, bf16 or fp16, of any shape, contiguous.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    require_tensor(x.device, "x", x, x.shape, FLOATS, WHOLE)
+    _ops.relu2(x)
+    return x
+
+
 def attend(
     q: torch.Tensor,
     keys: torch.Tensor,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of all sequences: slots, cursors, and what moves them."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from .layout import SlotLayout
 from .operators import ACTIVATIONS, DTYPE_CODES, core_spec, pool_spec
 from .plan import FOLDED, STEPPED, USE_CODES, Plan
 from .rows import device_rows, distinct_slots, host_rows, upload
+from .transfers import later
 
 _ops = torch.ops.trtllm_replayssm
 _INT32_MAX = 2**31 - 1
@@ -452,10 +453,20 @@ class StatePool:
             that steps without a flush did, from the read copy if there is one; state_bytes_read, state_bytes_written,
             record_bytes_read, record_bytes_written (bytes of all layers, in their formats).
         """
-        values = self._counters.tolist()
-        counts = {name: values[position] for name, position in _core.COUNTERS.items()}
-        moved = self.layout.traffic_bytes(counts)
-        return counts | {name: size * self.num_layers for name, size in moved.items()}
+        return self.stats_later()()
+
+    def stats_later(self) -> Callable[[], dict[str, int]]:
+        """`stats` as they are at this place of the stream: the call of what is returned waits for them, this one does
+        not."""
+        counters = later(self._counters)
+
+        def stats() -> dict[str, int]:
+            values = counters()
+            counts = {name: values[position] for name, position in _core.COUNTERS.items()}
+            moved = self.layout.traffic_bytes(counts)
+            return counts | {name: size * self.num_layers for name, size in moved.items()}
+
+        return stats
 
     # ---- views of the table ----
 

@@ -35,10 +35,12 @@ def distinct_slots(name: str, rows: list[int]) -> list[int]:
 
 
 def upload(name: str, rows: list[int], device: torch.device, dtype=torch.int32) -> torch.Tensor:
-    """`rows` as a tensor on `device`. Refused while a CUDA graph is captured: the copy would need a synchronisation."""
+    """`rows` as a tensor on `device`, for which the host does not wait. Refused while a CUDA graph is captured, which
+    would keep the values of now."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(f"{name}: expected an {dtype} tensor on {device} during CUDA graph capture, got host values")
-    return torch.tensor(rows, dtype=dtype, device=device)
+    values = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    return values.to(device, non_blocking=True)
 
 
 def device_rows(name: str, values: torch.Tensor, device: torch.device, dtype=torch.int32) -> torch.Tensor:

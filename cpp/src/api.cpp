@@ -482,6 +482,15 @@ replayssm_status replayssm_rms_norm(const replayssm_exec* exec, const replayssm_
   return REPLAYSSM_DISPATCH(rms_norm, *args);
 }
 
+replayssm_status replayssm_relu2(const replayssm_exec* exec, void* x, int32_t dtype, int64_t count) {
+  REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
+  REPLAYSSM_RETURN_IF_ERROR(check_dtype("x", {x, dtype, {}}));
+  if (count < 0) return fail(REPLAYSSM_INVALID_ARGUMENT, "count: expected >= 0, got %lld", (long long)count);
+  if (count == 0) return REPLAYSSM_OK;
+  REPLAYSSM_REQUIRE_POINTER(x);
+  return REPLAYSSM_DISPATCH(relu2, x, dtype, count);
+}
+
 replayssm_status replayssm_attend(const replayssm_exec* exec, const replayssm_attend_args* args) {
   REPLAYSSM_RETURN_IF_ERROR(check_exec(exec));
   REPLAYSSM_REQUIRE_POINTER(args);

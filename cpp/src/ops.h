@@ -54,6 +54,7 @@ struct LengthsArgs {
   replayssm_status conv_step(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,   \
                              const void* plan, int32_t rows, const replayssm_conv_args&);                             \
   replayssm_status rms_norm(const replayssm_exec&, const replayssm_norm_args&);                                       \
+  replayssm_status relu2(const replayssm_exec&, void* x, int32_t dtype, int64_t count);                               \
   replayssm_status attend(const replayssm_exec&, const replayssm_attend_args&);                                       \
   replayssm_status flush(const replayssm_exec&, const Problem&, const replayssm_layer&, const replayssm_table&,       \
                          const void* plan, int32_t rows, const replayssm_tensor& A_log);                              \

@@ -168,7 +168,7 @@ class Pair:
 
 
 def check_ops_without_pools(generator: torch.Generator) -> None:
-    """rms_norm and attend, among keys that nothing has written."""
+    """rms_norm, relu2 and attend, among keys that nothing has written."""
     for dtype in (torch.bfloat16, torch.float16):
         x, y, z = (torch.randn(5, 7680, generator=generator) for _ in range(3))
         for name, groups in (("addend", 1), ("gate", 8)):
@@ -177,6 +177,7 @@ def check_ops_without_pools(generator: torch.Generator) -> None:
                 for device in ("cpu", "cuda")
             ]
             agree(f"rms_norm with {name}", *rows, 1e-5)
+        agree("relu2", *(ops.relu2(x.to(device, dtype)[:, 1:].contiguous()) for device in ("cpu", "cuda")), 0.0)
         for head_dim, sharing, counts in ((64, 5, [1, 4, 3]), (128, 4, [1, 1, 1]), (128, 5, [4, 9, 30])):
             starts, tokens, kv_heads, capacity = [0, 37, 16], sum(counts), 2, 60
             keys, values = torch.randn(2, 4, kv_heads, capacity, head_dim, generator=generator).to(dtype)

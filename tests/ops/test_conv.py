@@ -151,3 +151,36 @@ def test_weight_formats_strides_and_absent_bias(device, dtype):
     live = torch.tensor([0, 1, 3, 4, 5], device=device)
     assert same_bits(out[live, 1 : 1 + SMALL.conv_channels], reference[live])
     assert out[2].eq(7).all() and out[:, 0].eq(7).all() and out[:, 1 + SMALL.conv_channels :].eq(7).all()
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_row_of_many_does_not_depend_on_the_others(device, most):
+    """So many that a CTA takes several one after another, some of them of no slot, of which outputs stay."""
+    geometry, rows = MambaGeometry(2, 8, 1, 64), 1500
+    config = dict(window=8, max_step_tokens=4)
+    weight, bias = weights(geometry, device, torch.bfloat16)
+    rng = np.random.default_rng(0)
+    prompt = inputs(geometry, torch.bfloat16, 2 * rows, device)
+    counts = rng.integers(1, most + 1, rows)
+    raw = inputs(geometry, torch.bfloat16, int(counts.sum()), device, seed=2)
+    first = counts.cumsum() - counts
+    slots = rng.permutation(rows)
+    slots[rng.random(rows) < 0.2] = -1
+
+    def two_chunks(pool, slots, prompt, raw, counts):
+        everyone = list(range(pool.num_slots))
+        plan = pool.plan(everyone, [2] * len(everyone))
+        ops.conv_step(pool, 0, plan, prompt, weight, bias)
+        plan.note_use("folded", 0)
+        pool.commit(plan)
+        out = torch.full_like(raw, 7.0)
+        return ops.conv_step(pool, 0, pool.plan(slots, counts, most=most), raw, weight, bias, out=out)
+
+    whole = two_chunks(pool_of(geometry, device, rows, **config), slots.tolist(), prompt, raw, counts.tolist())
+    for row in (0, 1, 2, 3, 4, 5, 6, 700, 701, 702, 1497, 1498, 1499):
+        slot, part = slots[row], slice(first[row], first[row] + counts[row])
+        if slot < 0:
+            assert whole[part].eq(7).all()
+            continue
+        pool, its_prompt = pool_of(geometry, device, **config), prompt[2 * slot : 2 * slot + 2]
+        assert same_bits(two_chunks(pool, [0], its_prompt, raw[part], [counts[row]]), whole[part])

@@ -47,7 +47,7 @@ def test_a_row_depends_on_nothing_else(device):
     """Any rows, strides and alignments give the same bits."""
     width = 3136
     x, gate = matrix(40, width, device, torch.bfloat16), matrix(40, width, device, torch.bfloat16, seed=1)
-    weight = matrix(1, width, device, seed=2)[0]
+    weight = matrix(1, width, device, torch.bfloat16, seed=2)[0]
     whole = ops.rms_norm(x, weight, 1e-5, 2, gate=gate)
     assert same_bits(ops.rms_norm(x[7:8], weight, 1e-5, 2, gate=gate[7:8]), whole[7:8])
     wide = torch.full((40, 2 * width + 3), float("nan"), dtype=torch.bfloat16, device=device)

@@ -70,6 +70,7 @@ def test_opcheck(device, name):
         "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),
         "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2),
         "rms_norm": lambda: (xBC.clone(), xBC, None, xBC[0], torch.zeros_like(xBC), 2, 1e-5),
+        "relu2": lambda: (xBC.clone(),),
         "attend": lambda: (
             torch.randn(3, 4, 64, device=device).bfloat16(),
             *torch.randn(2, 2, 2, 8, 64, device=device).bfloat16(),

@@ -115,15 +115,24 @@ def recorded(monkeypatch):
 
     seen, sample = Recorded(), runner.sample
 
-    def record(logits, params, positions, tiles):
-        seen.append(logits.clone())
-        seen.rows.update(
-            {(p.seed, position): row for p, position, row in zip(params, positions, seen[-1], strict=True)}
-        )
-        return sample(logits, params, positions, tiles)
+    def record(logits, params, positions, tiles, rows=None):
+        chosen = sample(logits, params, positions, tiles, rows)
+        if rows is None:
+            rows = torch.arange(len(logits), device=logits.device)
+        live = positions > 1  # the first token of a text cannot be chosen: tokens of no row have position 0
+        seen.append(logits[live].clone())
+        names = [params[index].seed for index in rows[live].tolist()]
+        seen.rows.update(zip(zip(names, positions[live].tolist(), strict=True), seen[-1], strict=True))
+        return chosen
 
     monkeypatch.setattr(runner, "sample", record)
     return seen
+
+
+@pytest.fixture
+def in_step(monkeypatch):
+    """Engines launch a pass when the last one's outcomes are handed out: between two steps nothing is on its way."""
+    monkeypatch.setattr(runner.Runner, "runs_ahead", False)
 
 
 def same_text(reference: Engine, one, other, neighbours=False, margin=None):

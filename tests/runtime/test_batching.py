@@ -129,7 +129,7 @@ def test_preempted_request_moves_to_another_slot(device):
     assert text.tokens == expected.tokens
 
 
-def test_evicted_and_recomputed_request(device):
+def test_evicted_and_recomputed_request(device, in_step):
     """A10: the recomputed "prompt" is longer, and the window starts anew after it."""
     engine = Engine(TINY, device=device, dtype="float32", max_batch=1, window=16)
     (whole,) = engine.generate([PROMPTS[0]], endless(61))

@@ -45,7 +45,7 @@ def expected_logits(model, tokens, drafts):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 24, 512])
-def test_drafts_are_the_heads_predictions(trainer, chunk, deterministic, device):
+def test_drafts_are_the_heads_predictions(trainer, chunk, deterministic, device, in_step):
     """After each of several steps, accepted and rejected drafts alike; prompts in chunks."""
     engine = Engine(
         TINY, device=device, dtype="float32", max_batch=2, prefill_chunk=chunk, speculation="mtp", cuda_graphs=False,

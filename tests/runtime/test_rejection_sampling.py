@@ -49,7 +49,7 @@ def drawn(tokens, random):
 
 
 def choose(tokens, params, positions):
-    return sample(TABLE[tokens], params, positions, RowTiles(fixed=False))
+    return sample(TABLE[tokens], params, torch.as_tensor(positions), RowTiles(fixed=False))
 
 
 def three_tokens(first, knobs, draft):
@@ -67,7 +67,7 @@ def three_tokens(first, knobs, draft):
         packed = torch.stack(chain, 1)[width < counts[:, None]]
         grid = Grid.of(counts, 3, packed)
         owner = rows.repeat_interleave(counts).tolist()
-        positions = (done[rows, None] + width + 10)[width < counts[:, None]].tolist()
+        positions = (done[rows, None] + width + 10)[width < counts[:, None]]
         accepted, choices = accept(packed, choose(packed, [params[row] for row in owner], positions), grid)
         for step in range(3):
             taken = rows[accepted > step]

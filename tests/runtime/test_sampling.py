@@ -15,18 +15,34 @@ LOOSE = RowTiles(fixed=False)
 
 
 def draw(logits, params, positions, fixed=False):
-    return sample(logits, params, positions, RowTiles(fixed)).tolist()
+    return sample(logits, params, torch.tensor(positions), RowTiles(fixed)).tolist()
 
 
-def test_uniform_numbers_are_uniform_and_repeat():
-    numbers = torch.tensor([[uniform(seed, position) for position in range(200)] for seed in range(50)])
+def splitmix64(seed, position):
+    value = seed
+    for word in (0, position):
+        value = (value + word + 0x9E3779B97F4A7C15) % 2**64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+        value ^= value >> 31
+    return (value >> 40) / 2**24
+
+
+def test_uniform_numbers_are_those_of_splitmix64(device):
+    cases = [(seed, position) for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1) for position in (0, 1, 7, 262144)]
+    seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed, _ in cases], device=device)
+    positions = torch.tensor([position for _, position in cases], device=device)
+    assert uniform(seeds, positions).tolist() == [splitmix64(*case) for case in cases]
+
+
+def test_uniform_numbers_are_uniform():
+    numbers = uniform(torch.arange(50)[:, None], torch.arange(200))
     assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.01
     assert abs(numbers.std() - 12**-0.5) < 0.01
     for axis in (0, 1):  # neighbours along positions and along seeds are not correlated
         a, b = numbers.narrow(axis, 0, numbers.shape[axis] - 1), numbers.narrow(axis, 1, numbers.shape[axis] - 1)
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
-    assert uniform(2**64 - 1, 10) == uniform(2**64 - 1, 10)
 
 
 def test_frequencies_follow_the_distribution():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from trtllm_replayssm.runtime import Acceptance, Drafter, Engine, SamplingParams
+from trtllm_replayssm.runtime.frontier import HEADER
 from trtllm_replayssm.runtime.sequence import Sequence
 
 from .conftest import GPU, SMALL, TINY, relative_error, same_text, write_checkpoint
@@ -102,7 +103,7 @@ def test_sampled_texts_are_those_of_plain_sampling(drafter, device):
 
 
 @pytest.mark.parametrize("right", [0, 1, 3])
-def test_state_is_that_of_the_accepted_tokens(right, device):
+def test_state_is_that_of_the_accepted_tokens(right, device, in_step):
     """A20: what the Mamba layers remember after verification is what they remember after the accepted tokens alone."""
     (known,) = Engine(TINY, device=device, dtype="float32", max_batch=1).generate([PROMPTS[0]], endless(150))
     engine = Engine(TINY, device=device, dtype="float32", max_batch=1, speculation=Scripted([known], right))
@@ -151,7 +152,7 @@ def test_drafter_that_is_right_so_often(mode, right, device):
     assert all(kept == min(brought, right + 1) for brought, kept in text.steps)
 
 
-def test_statistics_add_up(device):
+def test_statistics_add_up(device, in_step):
     engine = Engine(TINY, device=device, dtype="float32", speculation="mtp", max_batch=4)
     texts = engine.generate(PROMPTS[:6], endless(40))
     statistics = engine.statistics()
@@ -445,18 +446,14 @@ class EagerGraphs:
         self.context, self.drafts = context + self.extra_context, drafts
         return self
 
-    def verify(self, per_token, per_row):
-        assert per_token.shape == (4, self.rows * self.width) and per_row.shape == (2, self.rows)
-        self.tokens = int(per_row[1].sum())  # on the CPU the ops know the counts and take no more tokens than these
-        assert (per_token[2, self.tokens :] == -1).all()
-        self.batch = self.runner.batch_together(per_token[:, : self.tokens], per_row, self.width, self.context)
+    def verify(self, asked):
+        assert asked.shape == (self.rows, HEADER + self.width)
+        self.batch = self.runner.batch_together(asked, self.context)
         self.hidden, logits = self.runner.verify(self.batch)
         return logits
 
     def settle(self, chosen):
-        padded = torch.zeros(self.tokens, dtype=torch.int64)
-        padded[: len(chosen)] = chosen
-        return self.runner.settle(self.batch, self.hidden, padded, self.drafts)
+        return self.runner.settle(self.batch, self.hidden, chosen, self.drafts)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])

@@ -17,17 +17,17 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import chain
 
 import torch
 
 from .. import SlotLayout
-from ..runtime.batch import Batch, Row
+from ..runtime.batch import Batch
 from ..runtime.drafter import Drafter
 from ..runtime.memory import state_bytes
 from ..runtime.model_config import ATTENTION, MAMBA, CheckpointError
 from ..runtime.mtp import MTP
-from ..runtime.runner import Outcome, Runner
+from ..runtime.pipeline import Pass, Pipeline
+from ..runtime.runner import Runner
 from ..runtime.sampler import SamplingParams
 from ..runtime.scheduler import Scheduler
 from ..runtime.sequence import Sequence
@@ -238,6 +238,8 @@ def check_acceptance(steps: Counter[tuple[int, int]], chance: float) -> None:
 class FreeDrafts(Drafter):
     """Random tokens, made on the device at next to no cost."""
 
+    on_device = True
+
     def __init__(self, vocabulary: int):
         self._vocabulary = vocabulary
 
@@ -285,6 +287,8 @@ class Server:
         self.steps: Counter[tuple[int, int]] = Counter()
         self.prompt_seconds = 0.0
         self._scheduler = Scheduler(slots, FILLING_CHUNK)
+        self._pipeline = Pipeline(self._scheduler, runner)
+        self._ahead: Pass | None = None
         self._random = random.Random(0)
         self._requests = 0
         # Whoever has a slot is somewhere in an answer, the begun part of which goes as prompt: as if the clients had
@@ -299,7 +303,7 @@ class Server:
         self._admit()
         while any(sequence.in_prompt for sequence in self._scheduler.running):
             if chunks := self._scheduler.next_prompts():
-                self._hand_out(*self._prompts(chunks))
+                self._hand_out(self._pipeline.launch([], chunks, None))
         self._scheduler.prefill_chunk = PREFILL_CHUNK
 
     def run(self, decode_steps: int) -> tuple[int, float]:
@@ -325,49 +329,35 @@ class Server:
     def _step(self) -> tuple[bool, int]:
         """A pass of prompt chunks or a decode step, as Engine.step: whether it was the latter, and its new tokens."""
         began = time.perf_counter()
-        self._admit()
-        chunks = self._scheduler.next_prompts()
-        given = self._hand_out(*(self._prompts(chunks) if chunks else self._decode()))
-        if chunks:
+        current = self._ahead or self._launch(None)
+        self._ahead = self._launch(current) if self.runner.runs_ahead else None
+        given = self._hand_out(current)
+        if current.kind == "prefill":
             self.prompt_seconds += time.perf_counter() - began
-        return not chunks, given
+        return current.kind == "decode", given
 
     def _admit(self) -> None:
         for sequence in self._scheduler.admit():
             self.runner.memory.reset(sequence.slot, sequence.request_id)
 
-    def _hand_out(self, sequences: list[Sequence], outcomes: list[Outcome]) -> int:
+    def _launch(self, before: Pass | None) -> Pass | None:
+        self._admit()
+        sequences, chunks = self._pipeline.next(before)
+        return self._pipeline.launch(sequences, chunks, before) if sequences else None
+
+    def _hand_out(self, done: Pass) -> int:
         """How many tokens the sequences got. Who is at the end of an answer leaves and asks anew."""
         given = 0
-        for sequence, (tokens, drafts) in zip(sequences, outcomes, strict=True):
+        for sequence, outcome in zip(done.sequences, done.outcomes(), strict=True):
+            if sequence.finish_reason is not None:
+                continue
             before = len(sequence.tokens)
-            sequence.extend(tokens)
+            sequence.extend(outcome.tokens)
             given += len(sequence.tokens) - before
-            sequence.drafts = drafts
+            sequence.drafts = outcome.drafts
+            if outcome.brought:
+                self.steps[outcome.brought, len(outcome.tokens)] += 1
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
                 self._ask(self._length())
         return given
-
-    def _prompts(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], list[Outcome]]:
-        """The sequences whose prompt is complete, and their outcomes."""
-        rows, tokens, after = [], [], []
-        for sequence, count in chunks:
-            row = Row(sequence.slot, sequence.prefilled, count)
-            prompt = [*sequence.prompt, None]
-            rows.append(row)
-            tokens += prompt[row.start : row.start + count]
-            after += prompt[row.start + 1 : row.start + count + 1]
-            sequence.prefilled += count
-        complete = [sequence for sequence, _ in chunks if not sequence.in_prompt]
-        outcomes = self.runner.prompts(rows, tokens, after, [s.params for s in complete], self.drafts)
-        return complete, outcomes
-
-    def _decode(self) -> tuple[list[Sequence], list[Outcome]]:
-        sequences = self._scheduler.decoding()
-        steps = [sequence.next_step() for sequence in sequences]
-        rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]
-        tokens = list(chain.from_iterable(steps))
-        outcomes = self.runner.decode(rows, tokens, [s.params for s in sequences], self.drafts)
-        self.steps.update((len(step), len(tokens)) for step, (tokens, _) in zip(steps, outcomes, strict=True))
-        return sequences, outcomes

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..runtime.attention import Attention
+from ..runtime.frontier import Turn, asked
 from ..runtime.mamba_mixer import MambaMixer
 from ..runtime.mlp import MLP
 from ..runtime.model import Model
@@ -122,25 +123,21 @@ class Step:
         self.model, self.memory, self.context = model, memory, context
         self.device, rows = memory.pool.device, memory.pool.num_slots
         self.runner = Runner(model, memory, None, together=True, graphs=False, max_rows=rows)
-        index = torch.arange(rows, device=self.device)
-        self._slots = index
-        # As the runner packs a step: token, position, slot, place in the grid; slot, count.
-        self._per_token = torch.stack(
-            [index % len(model.embeddings), torch.full_like(index, context - 1), index, index]
-        )
-        self._per_row = torch.stack([index, torch.ones_like(index)])
+        turns = [Turn(slot, context - 1, [slot % len(model.embeddings)]) for slot in range(rows)]
+        self._asked = torch.tensor(asked(turns, rows, 1), device=self.device)
         memory.pool.reset(list(range(rows)))
 
     def stagger(self, window: int) -> None:
         """Row r advances by r mod window tokens."""
+        slots = self._asked[:, 0].clone()
         for phase in range(1, window):
-            self._per_row[0] = torch.where(self._slots % window >= phase, self._slots, -1)
+            self._asked[:, 0] = torch.where(slots % window >= phase, slots, -1)
             self.run()
-        self._per_row[0] = self._slots
+        self._asked[:, 0] = slots
 
     def run(self) -> None:
         """What the runtime launches: Runner.decode without the host's part."""
-        batch = self.runner.batch_together(self._per_token, self._per_row, 1, self.context)
+        batch = self.runner.batch_together(self._asked, self.context)
         hidden, logits = self.runner.verify(batch)
         self.runner.settle(batch, hidden, logits.argmax(-1), 0)
 

@@ -6,10 +6,11 @@ engine folder's graphs (EngineRunner).
     engine = Engine("examples/tiny-nemotron-h")
     print(engine.generate(["In the beginning"], SamplingParams(max_tokens=64))[0].text)
 
-A request's way: Engine.add_request → Scheduler (waits for a slot) → Runner: prompt chunks, then steps of one token or,
-with a Drafter, of several → text. Memory holds what sequences remember: a StatePool slot for the Mamba layers and
-KVCache rows for attention. EngineRunner has a GraphRunner, whose Executor runs the graphs, and a GraphMemory in their
-places.
+A request's way: Engine.add_request → Scheduler (waits for a slot) → Pipeline → Runner: prompt chunks, then steps of one
+token or, with a Drafter, of several → text. On a GPU the Pipeline launches a pass before the tokens of the last one are
+on the host; the Frontier has them on the device. Memory holds what sequences remember: a StatePool slot for the Mamba
+layers and KVCache rows for attention. EngineRunner has a GraphRunner, whose Executor runs the graphs, and a GraphMemory
+in their places.
 """
 
 from .drafter import Drafter

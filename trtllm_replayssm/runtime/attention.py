@@ -11,17 +11,25 @@ from .dense import Linear
 from .row_tiles import RowTiles
 
 
+def has_kernel(keys: torch.Tensor) -> bool:
+    """Whether ops.attend takes such keys, with queries of their dtype. On the CPU torch is faster."""
+    return keys.is_cuda and keys.dtype != torch.float32 and keys.shape[-1] in (64, 128)
+
+
 class Attention:
-    def __init__(self, layer: int, q: Linear, k: Linear, v: Linear, o: Linear, head_dim: int, tiles: RowTiles):
+    """qkv: the three projections as one, one behind the other."""
+
+    def __init__(self, layer: int, qkv: Linear, o: Linear, head_dim: int, tiles: RowTiles):
         self.layer = layer  # index among the attention layers
-        self.q, self.k, self.v, self.o, self.head_dim, self.tiles = q, k, v, o, head_dim, tiles
+        self.qkv, self.o, self.head_dim, self.tiles = qkv, o, head_dim, tiles
 
     def __call__(self, x: torch.Tensor, batch, memory) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]. Appends the keys and values of the n tokens to the cache first."""
-        q, k, v = (self.tiles(proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
-        memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
-        if self._has_kernel(q, keys):
+        heads, kv_heads = self.tiles(self.qkv, x).unflatten(-1, (-1, self.head_dim)), keys.shape[1]
+        q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+        memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
+        if q.dtype == keys.dtype and has_kernel(keys):
             out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
         elif batch.on_host is None:
             out = self.together(q, keys, values, batch)
@@ -35,10 +43,6 @@ class Attention:
                 first += row.count
             out = torch.cat(parts)
         return self.tiles(self.o, out.flatten(1))
-
-    def _has_kernel(self, q: torch.Tensor, keys: torch.Tensor) -> bool:
-        """Whether ops.attend takes these. On the CPU torch is faster."""
-        return q.is_cuda and q.dtype == keys.dtype != torch.float32 and self.head_dim in (64, 128)
 
     def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .frontier import HEADER
+
 
 def padded(n: int, limit: int) -> int:
     """The least power of two >= n, at most `limit`: few shapes, each at most twice too large."""
@@ -81,13 +83,12 @@ class StepGraph:
         pool: tuple,
     ):
         self.rows, self.width = rows, width
-        self._per_token = torch.zeros((4, rows * width), dtype=torch.int64, device=device)
-        self._per_row = torch.ones((2, rows), dtype=torch.int64, device=device)
-        self._per_token[2], self._per_row[0] = -1, -1
+        self._asked = torch.zeros((rows, HEADER + width), dtype=torch.int64, device=device)
+        self._asked[:, 0] = -1
         self._chosen = torch.zeros(rows * width, dtype=torch.int64, device=device)
 
         def begin():
-            batch = make_batch(self._per_token, self._per_row, width, context)
+            batch = make_batch(self._asked, context)
             return batch, *verify(batch)
 
         # Libraries set themselves up at their first call, which a capture forbids. All rows are padded: nothing is
@@ -101,20 +102,18 @@ class StepGraph:
         self._verify, self._settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with no_collection():
             with torch.cuda.graph(self._verify, pool=pool):
-                batch, hidden, self._logits = begin()
+                self.batch, self._hidden, self._logits = begin()  # in memory that another capture must not reuse
             with torch.cuda.graph(self._settle, pool=pool):
-                self._outcomes = settle(batch, hidden, self._chosen, drafts)
-        self._between = batch, hidden  # in memory that another capture must not reuse
+                self._outcomes = settle(self.batch, self._hidden, self._chosen, drafts)
 
-    def verify(self, per_token: torch.Tensor, per_row: torch.Tensor) -> torch.Tensor:
-        """Logits fp32 [rows * width, vocab]. per_token, per_row: what Runner packs for `rows` and `width`."""
-        self._per_token.copy_(per_token)
-        self._per_row.copy_(per_row)
+    def verify(self, asked: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [rows * width, vocab]. asked: frontier.asked for `rows` and `width`."""
+        self._asked.copy_(asked)
         self._verify.replay()
         return self._logits
 
     def settle(self, chosen: torch.Tensor) -> torch.Tensor:
-        """int64 [rows, 1 + width + drafts], see Runner.settle. chosen int64 [n]: the choices after the real tokens."""
-        self._chosen[: len(chosen)].copy_(chosen)
+        """int64 [rows, 2 + width + drafts], see Runner.settle. chosen int64 [rows * width]: the choices after them."""
+        self._chosen.copy_(chosen)
         self._settle.replay()
         return self._outcomes

@@ -68,8 +68,3 @@ class RMSNorm:
     def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The norm of x · silu(gate): Mamba-2 gates before it norms."""
         return ops.rms_norm(x, self.weight, self.eps, self.groups, gate=gate, dtype=self.dtype)
-
-
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)², in the place of x."""
-    return F.relu_(x).square_()

@@ -15,7 +15,11 @@ class Drafter:
 
     Whatever is proposed, the text stays what the model alone would write: a wrong draft costs time only. A drafter
     answers in `follow`, on the device, where a step's tokens are not known to the host yet, or else in `propose`.
+
+    on_device: `follow` always answers. Then a step may be launched before the host knows the tokens of the last one.
     """
+
+    on_device = False
 
     def follow(
         self,

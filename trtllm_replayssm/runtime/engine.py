@@ -6,10 +6,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from itertools import chain
 from operator import index
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from .model import Model
 from .model_config import ModelConfig
 from .mtp import MTP
 from .ngram import NGram
+from .pipeline import Pass, Pipeline
 from .row_tiles import RowTiles
 from .runner import Outcome, Runner
 from .sampler import SamplingParams
@@ -86,9 +86,13 @@ class Serving:
         self.mode, self.context, self.draft_tokens = mode, context, draft_tokens
         self.device, self.dtype = device, dtype
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
+        self._pipeline = Pipeline(scheduler, runner)
+        self._ahead: Pass | None = None  # launched; its outcomes are not handed out yet
+        self._unreported: list[Sequence] = []  # got tokens outside of `step`
         self._configs, self._adaptive = configs, adaptive
         self._requests = 0
-        self._kind = "prefill"  # of the last step
+        self._kind = "prefill"  # of the last pass
+        self._counted: tuple[str, Callable[[], dict]] | None = None  # kind of pass, and counts on their way
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._steps = {"prefill": 0, "decode": 0}
         self._traffic = {"prefill": Traffic(), "decode": Traffic()}
@@ -138,6 +142,7 @@ class Serving:
                 "preempt: a slot of mode 'conventional' with speculation cannot be saved, its state is one of the "
                 "snapshots of its drafts; mode 'replay' can"
             )
+        self._catch_up()
         if sequence.slot is not None:
             sequence.saved = self.memory.save(sequence.slot, sequence.length)
             self._scheduler.preempt(sequence)
@@ -212,12 +217,15 @@ class Serving:
 
     def statistics(self) -> dict:
         """Counts since the engine was made. `decode_tokens` are those that decode steps committed: without each text's
-        first token, which its prompt's pass gave, and with the accepted ones after a text's end.
+        first token, which its prompt's pass gave, and with those that were accepted after a text's end, in its last
+        step or in one that was launched before its end was known.
 
         prefill_traffic, decode_traffic: Traffic, counted by the pool. acceptance: of all texts' steps and drafts; a
         Sequence has its own.
         """
+        self._catch_up()
         self._attribute_traffic(self._kind)
+        self._book()
         self.memory.pool.validate()
         return {
             "mode": self.mode,
@@ -249,13 +257,21 @@ class Serving:
         return self.memory.pool.num_layers * state_bytes(layout, mode, snapshots)
 
     def _attribute_traffic(self, next_kind: str) -> None:
-        """Books what the pool counted since the last call to the kind of step that ran, and notes the kind that comes.
-        Called only when the kind changes: reading the counters waits for the device.
+        """Has what the pool counted since the last call booked to the kind of pass that ran, and notes the kind that
+        comes. Called only when the kind changes.
         """
-        counted = Traffic.of(self.memory.pool.stats())
-        booked = self._traffic["prefill"] + self._traffic["decode"]
-        self._traffic[self._kind] += counted - booked
+        self._book()
+        self._counted = self._kind, self.memory.pool.stats_later()
         self._kind = next_kind
+
+    def _book(self) -> None:
+        """Waits for the counts that were asked for last."""
+        if self._counted is None:
+            return
+        kind, counts = self._counted
+        self._counted = None
+        booked = self._traffic["prefill"] + self._traffic["decode"]
+        self._traffic[kind] += Traffic.of(counts()) - booked
 
     # ---- one forward pass ------------------------------------------------------------------------------------------
 
@@ -263,7 +279,21 @@ class Serving:
     def step(self) -> list[Sequence]:
         """One forward pass, of prompt chunks or of a decode step for every running text. Returns the sequences that got
         tokens.
+
+        Where the runner can, the pass after it is launched first, so that the device works while the host hands out
+        tokens.
         """
+        began = time.perf_counter()
+        current = self._ahead = self._ahead or self._launch(None)
+        if current is None:
+            return self._report([])
+        self._ahead = self._launch(current) if self._runner.runs_ahead else None  # if this fails, `current` is kept
+        grown = self._hand_out(current)
+        self._seconds[current.kind] += time.perf_counter() - began
+        return self._report(grown)
+
+    def _launch(self, before: Pass | None) -> Pass | None:
+        """The next pass. before: the one whose outcomes are not handed out yet."""
         admitted = self._scheduler.admit()
         try:
             for sequence in admitted:
@@ -274,73 +304,67 @@ class Serving:
         except BaseException:
             self._drop(admitted)
             raise
-        chunks = self._scheduler.next_prompts()
-        sequences = [sequence for sequence, _ in chunks] if chunks else self._scheduler.decoding()
+        sequences, chunks = self._pipeline.next(before)
         if not sequences:
-            return []
+            return None
         kind = "prefill" if chunks else "decode"
         if kind != self._kind:
             self._attribute_traffic(kind)
-        began = time.perf_counter()
         try:
-            if chunks:
-                outcomes = self._prefill(chunks)
-                sequences = [sequence for sequence in sequences if not sequence.in_prompt]
-            else:
-                outcomes = self._decode(sequences)
-            for sequence, outcome in zip(sequences, outcomes, strict=True):
-                self._append(sequence, *outcome)
+            launched = self._pipeline.launch(sequences, chunks, before)
         except StateLost as loss:
             self._begin_again(sequences, loss)
-            return []
+            return None
         except BaseException:
             self._drop(sequences)
             raise
+        self._prompt_tokens += launched.prompt_tokens
+        return launched
+
+    def _hand_out(self, done: Pass) -> list[Sequence]:
+        """The outcomes of a pass to those who have not left since. Returns these."""
+        sequences = [sequence for sequence in done.sequences if sequence.finish_reason is None]
+        steps = []
+        try:
+            outcomes = zip(done.sequences, done.outcomes(), strict=True)
+            for sequence, outcome in [pair for pair in outcomes if pair[0].finish_reason is None]:
+                if outcome.brought:
+                    steps.append((outcome.brought, len(outcome.tokens)))
+                    sequence.steps.append(steps[-1])
+                self._append(sequence, outcome)
+        except BaseException:
+            self._drop(sequences)
+            raise
+        self._acceptance += Acceptance.of(steps)
         for sequence in sequences:
             try:
                 self._propose(sequence)
             except BaseException:  # its own misfortune: the others have their tokens and go on
                 self._drop([sequence])
                 raise
-        self._steps[kind] += 1
-        self._seconds[kind] += time.perf_counter() - began
+        self._steps[done.kind] += 1
         return sequences
 
-    def _prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome]:
-        """Outcomes of the sequences whose prompt is complete then, in order."""
-        rows = [Row(sequence.slot, sequence.prefilled, count) for sequence, count in chunks]
-        tokens: list[int] = []
-        after: list[int | None] = []
-        for (sequence, _), row in zip(chunks, rows, strict=True):
-            prompt = [*sequence.prefix, None]
-            tokens += prompt[row.start : row.start + row.count]
-            after += prompt[row.start + 1 : row.start + row.count + 1]
-        params = [s.params for s, count in chunks if s.prefilled + count == len(s.prefix)]
-        outcomes = self._runner.prompts(rows, tokens, after, params, max(s.draft_length for s, _ in chunks))
-        for sequence, count in chunks:
-            sequence.prefilled += count
-        self._prompt_tokens += len(tokens)
-        return outcomes
+    def _catch_up(self) -> None:
+        """Hands out what is on its way; the next `step` reports it."""
+        if self._ahead is not None:
+            done, self._ahead = self._ahead, None
+            self._unreported = self._hand_out(done)
 
-    def _decode(self, sequences: list[Sequence]) -> list[Outcome]:
-        steps = [sequence.next_step() for sequence in sequences]
-        rows = [Row(s.slot, s.length, len(step)) for s, step in zip(sequences, steps, strict=True)]
-        drafts = max(sequence.draft_length for sequence in sequences)
-        outcomes = self._runner.decode(rows, list(chain.from_iterable(steps)), [s.params for s in sequences], drafts)
-        for sequence, step, (tokens, _) in zip(sequences, steps, outcomes, strict=True):
-            sequence.steps.append((len(step), len(tokens)))
-        self._acceptance += Acceptance.of([sequence.steps[-1] for sequence in sequences])
-        return outcomes
+    def _report(self, grown: list[Sequence]) -> list[Sequence]:
+        """With those that got tokens outside of `step`."""
+        unreported, self._unreported = self._unreported, []
+        return unreported + [sequence for sequence in grown if sequence not in unreported]
 
-    def _append(self, sequence: Sequence, tokens: list[int], drafts: list[int]) -> None:
+    def _append(self, sequence: Sequence, outcome: Outcome) -> None:
         """Hands out new tokens, and puts the drafts of the next step in place."""
         before = len(sequence.tokens)
-        sequence.extend(tokens)
+        sequence.extend(outcome.tokens)
         self._generated_tokens += len(sequence.tokens) - before
         if sequence.finish_reason is not None:
             return self._scheduler.release(sequence)
         # Drafts from the device were made for the length that was known before the step: in any batch the same number.
-        sequence.drafts = drafts[: sequence.draft_length]
+        sequence.drafts = outcome.drafts[: sequence.draft_length]
         if self._adaptive and sequence.steps:
             sequence.adapt()
 

@@ -11,10 +11,11 @@ import torch
 from ..pool import described
 from .batch import Grid, Row
 from .executor import Executor, Outputs
+from .frontier import Turn
 from .graph_memory import GraphMemory
 from .memory import StateLost
 from .row_tiles import RowTiles
-from .runner import Outcome
+from .runner import Outcome, Outcomes
 from .sampler import SamplingParams, sample
 from .verification import accept
 
@@ -25,6 +26,8 @@ class GraphRunner:
 
     step_tokens: T_max. drafting: drafts come from the graph "mtp".
     """
+
+    runs_ahead = False  # a run's error word must be seen before the next one
 
     def __init__(self, executor: Executor, memory: GraphMemory, *, step_tokens: int, drafting: bool):
         self.executor, self.memory = executor, memory
@@ -49,8 +52,8 @@ class GraphRunner:
         after: list[int | None],
         params: list[SamplingParams],
         drafts: int,
-    ) -> list[Outcome]:
-        """Runner.prompts. A prompt chunk is a run of its own."""
+    ) -> Outcomes:
+        """Runner.prompts, waited for. A prompt chunk is a run of its own."""
         with self._whole(rows):
             first, params, words = 0, iter(params), []
             ends: list[tuple[Row, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # row, newest token, draft, hidden
@@ -63,7 +66,7 @@ class GraphRunner:
                 following = following.to(self._device)
                 if ended := after[part][-1] is None:
                     logits = outputs.logits[0, row.count - 1 : row.count]
-                    newest = sample(logits, [next(params)], [row.start + row.count], self.tiles)
+                    newest = sample(logits, [next(params)], self._to_device([row.start + row.count]), self.tiles)
                     following[-1:] = newest
                 if self.drafting and drafts:
                     outputs = self._chunk("mtp", row, following, hidden=outputs.hidden)
@@ -83,11 +86,13 @@ class GraphRunner:
             words = torch.stack(words)
             outcomes = torch.cat(columns, 1).tolist() if ends else []
             self._check(words.tolist(), [row.slot for row in rows])
-        return [(outcome[:1], outcome[1:]) for outcome in outcomes]
+        return lambda: [Outcome(outcome[:1], outcome[1:]) for outcome in outcomes]
 
-    def decode(self, rows: list[Row], tokens: list[int], params: list[SamplingParams], drafts: int) -> list[Outcome]:
-        """Runner.decode. Steps have 1 or T_max tokens a row, padded: two shapes are enough."""
+    def decode(self, turns: list[Turn], params: list[SamplingParams], drafts: int) -> Outcomes:
+        """Runner.decode, waited for. Steps have 1 or T_max tokens a row, padded: two shapes are enough."""
         memory = self.memory
+        rows = [Row(turn.slot, turn.start, len(turn.tokens)) for turn in turns]
+        tokens = [token for turn in turns for token in turn.tokens]
         width = 1 if all(row.count == 1 for row in rows) else self.step_tokens
         ids, counts = torch.zeros(self.rows, width, dtype=torch.int32), torch.zeros(self.rows, dtype=torch.int32)
         slots, accepted = torch.full_like(counts, -1), torch.zeros_like(counts)
@@ -109,7 +114,7 @@ class GraphRunner:
             )
             word = memory.pool.take_error()
             at = self._to_device(at)
-            chosen = sample(outputs.logits.flatten(0, 1)[at], params, sampled, self.tiles)
+            chosen = sample(outputs.logits.flatten(0, 1)[at], params, self._to_device(sampled), self.tiles)
             grid = Grid.of(self._to_device([row.count for row in rows]), width, at)
             kept, choices = accept(self._to_device(tokens), chosen, grid)
             columns = [kept[:, None], choices]
@@ -126,7 +131,11 @@ class GraphRunner:
             self._check([word.tolist()])
         for row, outcome in zip(rows, outcomes, strict=True):
             memory.stepped(row.slot, row.start + outcome[0], outcome[0])
-        return [(outcome[1 : 1 + outcome[0]], outcome[1 + width :]) for outcome in outcomes]
+        given = [
+            Outcome(outcome[1 : 1 + outcome[0]], outcome[1 + width :], row.count)
+            for row, outcome in zip(rows, outcomes, strict=True)
+        ]
+        return lambda: given
 
     # ---- what a pass is made of ----
 

@@ -111,10 +111,10 @@ class Loader:
         )
 
     def _attention(self, name: str) -> Attention:
-        q, k, v = (self.linear(name + proj) for proj in ("q_proj", "k_proj", "v_proj"))
+        qkv = torch.cat([self.tensor(f"{name}{proj}_proj.weight") for proj in "qkv"])
         o = self.row_parallel(name + "o_proj")
         self.attention_layers += 1
-        return Attention(self.attention_layers - 1, q, k, v, o, self.config.head_dim, self.tiles)
+        return Attention(self.attention_layers - 1, Linear(qkv, None), o, self.config.head_dim, self.tiles)
 
     def _mlp(self, name: str) -> MLP:
         bias = self.config.mlp_bias

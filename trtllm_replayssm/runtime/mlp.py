@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from .dense import Linear, relu2
+from ..ops import relu2
+from .dense import Linear
 from .row_tiles import RowTiles
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from .dense import Linear, linear, relu2
+from ..ops import relu2
+from .dense import Linear, linear
 from .mlp import MLP
 from .row_tiles import RowTiles
 

@@ -27,6 +27,8 @@ class MTP(Drafter):
     together: batches of one token a row launch the same work whatever the values (see Batch.on_host).
     """
 
+    on_device = True
+
     def __init__(self, model: Model, loader: Loader, together: bool):
         config = loader.config
         self.model, self.tiles, self.together = model, loader.tiles, together

@@ -55,38 +55,52 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits (exact in fp32), a function of (seed, position): two rounds of
-    splitmix64.
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) with 24 random bits, fp32 and exact, functions of (seed, position): two rounds of splitmix64.
+
+    seeds, positions: int64, seeds the bits of unsigned ones.
     """
-    value = seed
-    for word in (0, position):
-        value = (value + word + 0x9E3779B97F4A7C15) % 2**64
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
-        value ^= value >> 31
-    return (value >> 40) / 2**24
+    value = seeds
+    for word in (0, positions):
+        value = value + word + _signed(0x9E3779B97F4A7C15)
+        value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+        value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
+        value = value ^ _shifted(value, 31)
+    return _shifted(value, 40).float() / 2**24
 
 
-def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[int], tiles: RowTiles) -> torch.Tensor:
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number: sums and products wrap alike."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    positions: torch.Tensor,
+    tiles: RowTiles,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Next token ids int64 [k], still on the device, from logits fp32 [k, vocab].
 
-    positions: where in its sequence each new token will stand.
+    positions int64 [k]: where in its sequence each new token will stand. rows int64 [k]: which of `params` each goes
+    by; None: one after the other.
     """
     greedy = logits.argmax(-1)
     if all(p.temperature == 0 for p in params):
         return greedy
-    vocab = logits.shape[-1]
-    knobs = torch.tensor(
-        [
-            (max(p.temperature, 1e-30) if p.temperature else 1.0, p.top_k or vocab, p.top_p, uniform(p.seed, position))
-            for p, position in zip(params, positions, strict=True)
-        ],
-        dtype=torch.float32,
-        pin_memory=logits.is_cuda,
-    ).to(logits.device, non_blocking=True)
-    is_greedy = torch.tensor([p.temperature == 0 for p in params], pin_memory=logits.is_cuda)
-    is_greedy = is_greedy.to(logits.device, non_blocking=True)
+    vocab, pinned = logits.shape[-1], logits.is_cuda
+    knobs = [(max(p.temperature, 1e-30) if p.temperature else 0.0, p.top_k or vocab, p.top_p) for p in params]
+    knobs = torch.tensor(knobs, dtype=torch.float32, pin_memory=pinned).to(logits.device, non_blocking=True)
+    seeds = torch.tensor([_signed(p.seed) for p in params], pin_memory=pinned).to(logits.device, non_blocking=True)
+    if rows is not None:
+        knobs, seeds = knobs[rows], seeds[rows]
+    is_greedy = knobs[:, 0] == 0
+    knobs = torch.cat([knobs, uniform(seeds, positions)[:, None]], 1)
     return torch.where(is_greedy, greedy, tiles(_draw, logits, knobs))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from .frontier import Turn
 from .memory import SavedSlot
 from .sampler import SamplingParams
 from .tokenizer import TextStream
@@ -62,9 +63,19 @@ class Sequence:
     def acceptance(self) -> Acceptance:
         return Acceptance.of(self.steps)
 
-    def next_step(self) -> list[int]:
-        """The newest token and its drafts, no more than the text may still need."""
-        return [self.tokens[-1], *self.drafts[: self.params.max_tokens - len(self.tokens) - 1]]
+    @property
+    def tokens_left(self) -> int:
+        """How many it may still get."""
+        return self.params.max_tokens - len(self.tokens)
+
+    def turn(self) -> Turn:
+        """Its next step: the newest token and its drafts, no more than the text may still need."""
+        return Turn(self.slot, self.length, [self.tokens[-1], *self.drafts[: self.tokens_left - 1]])
+
+    def turn_ahead(self) -> Turn:
+        """The step after the one on its way, which brings a token at least."""
+        last = len(self.prompt) + self.params.max_tokens - 2  # behind the last but one come no drafts
+        return Turn(self.slot, drafts=max(min(self.draft_length, self.tokens_left - 2), 0), last=last)
 
     def extend(self, tokens: list[int]) -> None:
         """Takes the next generated tokens, up to where the text ends."""

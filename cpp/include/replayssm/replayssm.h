@@ -452,6 +452,9 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
  * Mamba-2's norm after the state. A row's bits depend on nothing but the row. */
 REPLAYSSM_API replayssm_status replayssm_rms_norm(const replayssm_exec* exec, const replayssm_norm_args* args);
 
+/* x = max(x, 0)^2 in place, between a model's dense layers. NaN stays. x: `count` elements of any dtype, contiguous. */
+REPLAYSSM_API replayssm_status replayssm_relu2(const replayssm_exec* exec, void* x, int32_t dtype, int64_t count);
+
 /* Grouped-query attention of new tokens over the keys of their slots up to their own positions, which are there
  * already: out = softmax(scale * q . keys) values, in FP32. A row whose slot is none is not written. A token's bits
  * depend neither on its batch nor on the other tokens of its row, unless values of later tokens are not finite: these

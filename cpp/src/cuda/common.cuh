@@ -115,6 +115,14 @@ cudaError_t load_kernel(Kernel* kernel) {
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
+// Of the current device; `otherwise`: where it is not to be had. No stream operation.
+inline int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess && value > 0;
+  return known ? value : otherwise;
+}
+
 inline int64_t element_size(int32_t dtype) { return dtype == REPLAYSSM_FP32 ? 4 : 2; }
 
 // Whether every inner row of a strided tensor starts on a 16-byte boundary.
@@ -367,6 +375,14 @@ __device__ inline void load_shared(const T* source, float (&value)[kCount]) {
   }
 }
 
+// x / (1 + exp(-x)) by the special function unit: a few units in the last place, 0 where the divisor is beyond 2^126.
+__device__ inline float silu(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return x * inverse;
+}
+
 // Sum over the 8 lanes of a group; every lane gets the same bits. Groups of a warp may have diverged.
 __device__ inline float group_sum(float value) {
   const unsigned mask = 0xffu << (threadIdx.x & 24);
@@ -431,6 +447,7 @@ __device__ inline char* section_of(const replayssm_buffer& buffer, int32_t slot)
 cudaError_t load_cursor_kernels();
 cudaError_t load_conv_kernels();
 cudaError_t load_norm_kernels();
+cudaError_t load_activation_kernels();
 cudaError_t load_attention_kernels();
 cudaError_t load_fold_kernels();
 cudaError_t load_step_kernels();

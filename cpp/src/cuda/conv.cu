@@ -2,23 +2,27 @@
 //
 // conv_step: out = silu(bias + sum_k weight[k] * in[t - (K-1) + k]), depthwise, over the new tokens of each row.
 //
-// A thread owns 8 channels of a stretch of 64 tokens and slides a register window over it, so that every input is
-// loaded once, 4 tokens at a time (or 1, where no row brings more). The window starts from the K-1 raw inputs before
-// the stretch: from `in`, or, before the row's first new token, from the slot's ring (inputs before token 0 are 0 and
-// are not read).
+// A thread owns 16 bytes of channels of a stretch of 64 tokens and slides a register window over it, so that every
+// input is loaded once, 4 tokens at a time (or 1, where no row brings more). The window starts from the K-1 raw inputs
+// before the stretch: from `in`, or, before the row's first new token, from the slot's ring (inputs before token 0 are
+// 0 and are not read).
+//
+// Rows of one stretch are shared out among as many CTAs as run at once: a thread loads its weights once and then takes
+// row after row, of which the next one's inputs are on their way while it works on this one's.
 //
 // The ring is written by the threads of a row's first stretch only. Those are the threads that read it, so that a
 // prompt whose kept inputs fall on the ring rows of the old ones needs no other order than that of a thread's own loads
 // and stores:
 // - count <= max_step_tokens (one stretch): every new input, next to the old ones, none of which is overwritten;
 // - longer: the last K-1 inputs, loaded once more.
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kChannels = 8;
 constexpr int kStretch = 64;
 static_assert(kStretch >= REPLAYSSM_MAX_STEP_TOKENS, "a row that may be rolled back is one stretch");
 
@@ -28,66 +32,86 @@ struct ConvParams {
   replayssm_error* error;
   const replayssm_plan_row* planned;
   replayssm_conv_args args;
+  int32_t rows, rows_each;  // of all CTAs, of one
   int32_t channel_blocks, stretches;
   bool in_aligned, out_aligned, weight_aligned, bias_aligned;
 };
 
+template <typename T>
+constexpr int kChannelsOf = 16 / sizeof(T);  // of a thread
+
+// CTAs of an SM at once, where K is 4.
+constexpr int ctas_per_sm(int batch) { return batch == 1 ? 5 : 4; }
+
 // kTaps: K itself where it is 4, else 8, the window's older taps being zero and never loaded. kBatch: tokens whose
 // inputs a thread loads at once.
 template <typename T, int kTaps, int kBatch>
-__global__ __launch_bounds__(kThreads, kTaps == 4 ? (kBatch == 1 ? 5 : 4)
+__global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
                                                   : 1) void conv_kernel(const __grid_constant__ ConvParams params) {
   begin_early();
-  constexpr int kType = kDtypeOf<T>;
+  constexpr int kType = kDtypeOf<T>, kChannels = kChannelsOf<T>;
   const Problem& problem = params.problem;
   const replayssm_conv_args& args = params.args;
   const int K = kTaps == 4 ? 4 : problem.geometry.conv_kernel;
   const int first_tap = kTaps - K;
   const int channel = (static_cast<int>(blockIdx.x % params.channel_blocks) * kThreads + threadIdx.x) * kChannels;
   const int stretch = static_cast<int>(blockIdx.x / params.channel_blocks % params.stretches);
-  const int row_index = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches);
+  const int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
+  const int end_row = min(first_row + params.rows_each, params.rows);
+  if (channel >= problem.conv_channels) return;
 
-  const replayssm_plan_row row = params.planned[row_index];
-  if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, true, params.error,
-             channel == 0 && stretch == 0)) {
-    return;
-  }
-  const int64_t start = static_cast<int64_t>(stretch) * kStretch;
-  if (start >= row.count || channel >= problem.conv_channels) return;
-  const int begin = static_cast<int>(start);
-  const int end = static_cast<int>(min(start + kStretch, static_cast<int64_t>(row.count)));
-
-  T* const ring = reinterpret_cast<T*>(section_of(params.layer.conv_ring, row.slot)) + channel;
-  auto input = [&](int t) {
+  // A row's part of this stretch, its first tokens' inputs and those before them: raw bits, nothing of which is
+  // converted, so that nothing waits for the loads.
+  struct Part {
+    int slot, first_token, count, conv_row;
+    bool is_long;
+    int begin, end;
+    Raw<kChannels> window[kTaps - 1], batch[kBatch];
+  };
+  auto ring_of = [&](const Part& part) {
+    return reinterpret_cast<T*>(section_of(params.layer.conv_ring, part.slot)) + channel;
+  };
+  auto input = [&](const Part& part, int t) {
     return load_raw<kChannels>(args.in.data, kType,
-                               (static_cast<int64_t>(row.first_token) + t) * args.in.stride[0] + channel,
+                               (static_cast<int64_t>(part.first_token) + t) * args.in.stride[0] + channel,
                                params.in_aligned);
   };
-  auto keep = [&](int position, const Raw<kChannels>& raw) {
-    store_raw<kChannels>(ring, kType, static_cast<int64_t>(position) * problem.conv_channels, true, raw);
-  };
-
-  // Everything the first tokens need is asked for as raw bits, before the first conversion waits for any of it.
-  Raw<kChannels> batch[kBatch];
-  auto fetch = [&](int first) {
+  auto fetch = [&](Part& part, int first) {
 #pragma unroll
     for (int u = 0; u < kBatch; ++u)
-      if (first + u < end) batch[u] = input(first + u);
+      if (first + u < part.end) part.batch[u] = input(part, first + u);
   };
-  fetch(begin);
-  Raw<kChannels> window[kTaps];  // the newest input last; bits, for values would take twice the registers
-#pragma unroll
-  for (int k = 0; k < kTaps - 1; ++k) {
-    const int t = begin - (kTaps - 1) + k;
-    window[k] = {};
-    if (k < first_tap) continue;
-    if (t >= 0) {
-      window[k] = input(t);
-    } else if (row.tokens + t >= 0) {
-      const int64_t position = ring_position(row.conv_row, t, problem.conv_rows);
-      window[k] = load_raw<kChannels>(ring, kType, position * problem.conv_channels, true);
+  auto ask_for = [&](int row_index) {
+    Part part;
+    const replayssm_plan_row row = params.planned[row_index];
+    part.slot = 0;
+    part.begin = stretch * kStretch;
+    part.end = part.begin;
+    if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, true, params.error,
+               channel == 0 && stretch == 0) ||
+        part.begin >= row.count) {
+      return part;
     }
-  }
+    part.slot = row.slot, part.first_token = row.first_token, part.count = row.count, part.conv_row = row.conv_row;
+    part.is_long = row.flags & REPLAYSSM_ROW_LONG;
+    part.end = row.count - part.begin < kStretch ? row.count : part.begin + kStretch;
+    fetch(part, part.begin);
+    const T* const ring = ring_of(part);
+#pragma unroll
+    for (int k = 0; k < kTaps - 1; ++k) {
+      const int t = part.begin - (kTaps - 1) + k;
+      part.window[k] = {};
+      if (k < first_tap) continue;
+      if (t >= 0) {
+        part.window[k] = input(part, t);
+      } else if (row.tokens + t >= 0) {
+        const int64_t position = ring_position(row.conv_row, t, problem.conv_rows);
+        part.window[k] = load_raw<kChannels>(ring, kType, position * problem.conv_channels, true);
+      }
+    }
+    return part;
+  };
+  Part next = ask_for(first_row);
 
   float weight[kTaps][kChannels], bias[kChannels];
   if (kTaps == 4 && params.weight_aligned) {
@@ -121,43 +145,50 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? (kBatch == 1 ? 5 : 4)
     for (int c = 0; c < kChannels; ++c) bias[c] = 0.0f;
   }
 
-  const bool is_long = row.flags & REPLAYSSM_ROW_LONG;
-  if (is_long && stretch == 0) {
-    for (int t = max(row.count - (K - 1), 0); t < row.count; ++t) {
-      keep(static_cast<int>((static_cast<int64_t>(row.conv_row) + t) % problem.conv_rows), input(t));
-    }
-  }
-
-  for (int first = begin; first < end; first += kBatch) {
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      const int t = first + u;
-      if (t >= end) break;
-      if (!is_long) keep(ring_position(row.conv_row, t, problem.conv_rows), batch[u]);
-      window[kTaps - 1] = batch[u];
-      float y[kChannels];
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) y[c] = bias[c];
-#pragma unroll
-      for (int k = 0; k < kTaps; ++k) {
-        // Inputs that the kernel does not reach are skipped, not multiplied by zero: they may be Inf or NaN.
-        if (kTaps != 4 && k < first_tap) continue;
-        float input[kChannels];
-        unpack_raw(window[k], kType, input);
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) y[c] = fmaf(weight[k][c], input[c], y[c]);
+  for (int row_index = first_row; row_index < end_row; ++row_index) {
+    Part part = next;
+    if (row_index + 1 < end_row) next = ask_for(row_index + 1);
+    T* const ring = ring_of(part);
+    auto keep = [&](int position, const Raw<kChannels>& raw) {
+      store_raw<kChannels>(ring, kType, static_cast<int64_t>(position) * problem.conv_channels, true, raw);
+    };
+    if (part.end > part.begin && part.is_long && stretch == 0) {
+      for (int t = max(part.count - (K - 1), 0); t < part.count; ++t) {
+        keep(static_cast<int>((static_cast<int64_t>(part.conv_row) + t) % problem.conv_rows), input(part, t));
       }
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        y[c] = __fdividef(y[c], 1.0f + expf(-y[c]));  // 0 where the divisor is beyond 2^126, as is right
-      }
-#pragma unroll
-      for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
-      store_vector<kChannels>(args.out.data, kType,
-                              (static_cast<int64_t>(row.first_token) + t) * args.out.stride[0] + channel,
-                              params.out_aligned, y);
     }
-    fetch(first + kBatch);
+    Raw<kChannels> window[kTaps];  // the newest input last; bits, for values would take twice the registers
+#pragma unroll
+    for (int k = 0; k < kTaps - 1; ++k) window[k] = part.window[k];
+    for (int first = part.begin; first < part.end; first += kBatch) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int t = first + u;
+        if (t >= part.end) break;
+        if (!part.is_long) keep(ring_position(part.conv_row, t, problem.conv_rows), part.batch[u]);
+        window[kTaps - 1] = part.batch[u];
+        float y[kChannels];
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) y[c] = bias[c];
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+          // Inputs that the kernel does not reach are skipped, not multiplied by zero: they may be Inf or NaN.
+          if (kTaps != 4 && k < first_tap) continue;
+          float input[kChannels];
+          unpack_raw(window[k], kType, input);
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) y[c] = fmaf(weight[k][c], input[c], y[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) y[c] = silu(y[c]);
+#pragma unroll
+        for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
+        store_vector<kChannels>(args.out.data, kType,
+                                (static_cast<int64_t>(part.first_token) + t) * args.out.stride[0] + channel,
+                                params.out_aligned, y);
+      }
+      fetch(part, first + kBatch);
+    }
   }
 }
 
@@ -181,14 +212,19 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                            const replayssm_table& table, const void* plan, int32_t rows,
                            const replayssm_conv_args& args) {
   if (rows == 0) return REPLAYSSM_OK;
-  constexpr int kBlockChannels = kThreads * kChannels;
-  const int32_t channel_blocks = (problem.conv_channels + kBlockChannels - 1) / kBlockChannels;
+  const int32_t block_channels = kThreads * static_cast<int32_t>(16 / element_size(problem.config.activation));
+  const int32_t channel_blocks = (problem.conv_channels + block_channels - 1) / block_channels;
   const int32_t stretches = args.max_count > kStretch ? (args.max_count - 1) / kStretch + 1 : 1;
+  const int32_t at_once = ctas_per_sm(args.max_count) * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  const int32_t groups = stretches > 1 ? rows : std::clamp(at_once / channel_blocks, 1, rows);  // of rows, a CTA each
+  const int32_t rows_each = (rows - 1) / groups + 1;
   const ConvParams params{problem,
                           layer,
                           table.error,
                           plan_rows(plan),
                           args,
+                          rows,
+                          rows_each,
                           channel_blocks,
                           stretches,
                           rows_aligned(args.in),
@@ -196,7 +232,8 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                           is_aligned_vector(args.weight),
                           is_aligned_vector(args.bias)};
   return launch_early("conv_step", choose_conv(problem.config.activation, problem.geometry.conv_kernel, args.max_count),
-                      static_cast<int64_t>(rows) * stretches * channel_blocks, kThreads, 0, exec, params);
+                      static_cast<int64_t>((rows - 1) / rows_each + 1) * stretches * channel_blocks, kThreads, 0, exec,
+                      params);
 }
 
 cudaError_t load_conv_kernels() {

@@ -8,8 +8,9 @@ namespace replayssm {
 namespace cuda {
 
 replayssm_status load_kernels() {
-  for (auto load : {load_cursor_kernels, load_conv_kernels, load_norm_kernels, load_attention_kernels,
-                    load_fold_kernels, load_step_kernels, load_scan_kernels, load_snapshot_kernels}) {
+  for (auto load :
+       {load_cursor_kernels, load_conv_kernels, load_norm_kernels, load_activation_kernels, load_attention_kernels,
+        load_fold_kernels, load_step_kernels, load_scan_kernels, load_snapshot_kernels}) {
     const replayssm_status status = check(load(), "load_kernels");
     if (status != REPLAYSSM_OK) return status;
   }

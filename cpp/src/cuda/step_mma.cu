@@ -776,13 +776,6 @@ MmaKernel* choose_mma(int activation) {
   return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
 }
 
-int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess && value > 0;
-  return known ? value : otherwise;
-}
-
 // Shared memory of a CTA that leaves room for kCtasPerSm, each of which takes 1 KB more; at least kSharedLimit.
 int shared_limit() {
   const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
