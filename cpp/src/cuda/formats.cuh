@@ -302,7 +302,36 @@ __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint
   return pair - (lift[0] + lift[1]);
 }
 
-// Columns 2k and 2k + 1 of a draw by word k of it. `finite` becomes false if a result is not.
+// Columns 2k and 2k + 1 of a draw by word k of it, whatever they are. `finite` becomes false if a result is not.
+template <int kPairs>
+__device__ inline void pack_any_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                        uint32_t (&pair)[kPairs], bool& finite) {
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
+              fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
+    finite = finite && is_finite<__half>(pair[i]);
+  }
+}
+
+// The same where all are below kModerateFp16, so that no result is above it.
+constexpr float kModerateFp16 = 65472.0f;
+template <int kPairs>
+__device__ inline void pack_moderate_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                             uint32_t (&pair)[kPairs]) {
+  __half2 least = halves_of(0x7c007c00u);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+    least = __hmin2(least, __habs2(rounded));
+    pair[i] = bits_of(rounded);
+  }
+  if (__hbgt2(least, halves_of(0x04000400u))) return;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+}
+
+// The same, of which most are moderate.
 template <int kPairs>
 __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
                                     uint32_t (&pair)[kPairs], bool& finite) {
@@ -321,12 +350,7 @@ __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
   } else {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
-                fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
-      finite = finite && is_finite<__half>(pair[i]);
-    }
+    pack_any_fp16_sr(value, random, pair, finite);
   }
 }
 

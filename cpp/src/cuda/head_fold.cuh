@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A head that a CTA folds and casts to its read copy, in float32 in shared memory (step_read.cu).
+// Folding a head and casting it to its read copy in a CTA's registers (step_read.cu).
+//
+// A warp has a slice, a lane of its rows 2g and 2g + 1 the t-th block of 16 columns of either half, (g, t) = (lane / 4,
+// lane mod 4). The order of a product's columns is free: column n of product j stands for column j + 8 (n mod 2) of the
+// block of lanes with t = n / 2, so that eight products give a lane its whole block, and the operand of a lane is 16
+// bytes of a record's B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search of
+// its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block copy
+// and is stored from registers.
 #pragma once
 
 #include "pipeline.cuh"
@@ -12,87 +19,175 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// The head that a CTA folds, in float32 in shared memory, in pieces of 4 columns. They are permuted among the 8 of a
-// 128-byte run, so that neither the lanes of a product nor those that have a block of 16 columns each meet a bank
-// twice.
-__device__ inline int folded_piece(int row, int piece) {
-  return row * (kMaxStateDim / 4) + (piece ^ (piece >> 3 & 3) ^ (row >> 1 & 1));
+// Of a lane: rows 2g and 2g + 1, blocks t and 4 + t.
+using SlicePart = float[2][2][kBlock];
+
+__device__ inline int block_of(int i, int t) { return 4 * i + t; }
+
+// f(row, block): the indices in a SlicePart, known at compile time.
+template <typename F>
+__device__ __forceinline__ void for_blocks(F&& f) {
+#pragma unroll
+  for (int b = 0; b < 2; ++b)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f(i, b);
 }
 
-// Where a piece of 16 bytes of a 16-bit checkpoint lies while it waits to be folded: behind all that is folded by then.
-__device__ inline int waiting_piece(int P, int row, int piece) {
-  return P * (kMaxStateDim / 8) + row * (kMaxStateDim / 8) + (piece ^ (row >> 1 & 1) * 4);
-}
-
+// The lane's part of a checkpoint's slice.
 template <typename Stored>
-__device__ inline void request_checkpoint(const Stored* source, int P, uint4* folded) {
-  constexpr int kRowPieces = kMaxStateDim * sizeof(Stored) / 16;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < P * kRowPieces; i += kThreads) {
-    const int row = i / kRowPieces, piece = i % kRowPieces;
-    request_16_bytes(folded + (sizeof(Stored) == 4 ? folded_piece(row, piece) : waiting_piece(P, row, piece)),
-                     source + i * (16 / sizeof(Stored)));
-  }
+__device__ inline void load_slice(const Stored* slice, int lane, SlicePart& state) {
+  constexpr int kVec = Packed<Stored>::kVec;
+  const Stored* const source = slice + lane / 4 * 2 * kMaxStateDim + lane % 4 * kBlock;
+  for_blocks([&](int i, int b) {
+#pragma unroll
+    for (int j = 0; j < kBlock; j += kVec) {
+      float value[kVec];
+      Packed<Stored>::unpack(*reinterpret_cast<const uint4*>(source + i * kMaxStateDim + b * 4 * kBlock + j), value);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) state[i][b][j + v] = value[v];
+    }
+  });
 }
 
-// Folds h records into the head at `folded`, which holds what request_checkpoint brought, and stores the checkpoint. x:
-// record 0 of the head. As Slice::fold of step_mma.cu has it: the same records give the same bits.
-template <typename Stored, typename Staged>
-__device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, Stored* checkpoint, uint4* folded,
-                                       const Staged* x, int x_stride, const Staged* B, const float* weight, float decay,
-                                       int h, uint32_t mask) {
-  constexpr int kVec = Packed<Stored>::kVec, kBlocks = kMaxStateDim / (4 * kVec);
-  constexpr bool kWide = sizeof(Stored) == 4;
-  const int P = owner.problem.geometry.head_dim, slices = P / kSliceWidth;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const PlainRounding rounding(owner);
-  bool finite = true;
+// Value `index` of eight.
+template <typename Staged>
+__device__ inline float element_of(const uint4& raw, int index) {
+  const uint32_t word = index / 2 == 0 ? raw.x : index / 2 == 1 ? raw.y : index / 2 == 2 ? raw.z : raw.w;
+  const float2 pair = unpack_pair<Staged>(word);
+  return index % 2 == 0 ? pair.x : pair.y;
+}
+
+// add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
+// B: the newest record, those before it kStride apart.
+template <typename Staged>
+__device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const Staged* B,
+                                           const float* weight, float decay, int h, int lane, uint32_t mask) {
+  const int g = lane / 4, t = lane % 4;
+  const Staged* source = B + t * kStride + g / 2 * kBlock + g % 2 * 8;
+  x += t * x_stride, weight += t;
 #pragma unroll 1
-  for (int first = 0; first < slices; first += kWarps) {
-    const int slice = first + warp, row = slice * kSliceWidth + 2 * g;
-    uint4 packed[2][kWide ? 1 : kBlocks] = {};
-    if (!kWide) {  // what is folded takes the place of what waited
-      if (has_state && slice < slices) {
+  for (int first = 0; first < h; first += 8) {
+    float scaled[4], high[4], low[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int b = 0; b < (kWide ? 1 : kBlocks); ++b) {
-            packed[i][b] = folded[waiting_piece(P, row + i, b * 4 + t)];
-          }
-      }
-      __syncthreads();
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
+      const float v = weight[half * 4];
+      scaled[2 * half] = __fmul_rn(v, pair.x);
+      scaled[2 * half + 1] = __fmul_rn(v, pair.y);
     }
-    if (slice >= slices) continue;
-    float state[2][kBlocks][kVec];
+    split(scaled, mask, high, low);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int b = 0; b < 2; ++b) {
+      const uint4 columns[2] = {*reinterpret_cast<const uint4*>(source + b * 4 * kBlock),
+                                *reinterpret_cast<const uint4*>(source + b * 4 * kBlock + 4 * kStride)};
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        uint4 raw = packed[i][kWide ? 0 : b];
-        if (kWide && has_state) raw = folded[folded_piece(row + i, b * 4 + t)];
-        Packed<Stored>::unpack(raw, state[i][b]);
-      }
-    add_records(state, x + slice * kSliceWidth + 2 * g, B, weight, decay, h, lane, mask, x_stride);
+      for (int j = 0; j < 8; ++j) {
+        float sum[4] = {};
+        const float pair[2] = {element_of<Staged>(columns[0], j), element_of<Staged>(columns[1], j)};
+        multiply_tf32(sum, low, pair);
+        multiply_tf32(sum, high, pair);
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int column = (b * 4 + t) * kVec;
-      uint4 stored[2];
-      rounding.pack<Stored>(row, column, state, b, stored, finite);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float (&value)[kVec] = state[i][b];
-        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored[i];
-#pragma unroll
-        for (int j = 0; j < kVec / 4; ++j) {
-          folded[folded_piece(row + i, column / 4 + j)] =
-              make_uint4(float_bits(value[4 * j]), float_bits(value[4 * j + 1]), float_bits(value[4 * j + 2]),
-                         float_bits(value[4 * j + 3]));
+        for (int i = 0; i < 2; ++i) {
+          state[i][b][j] = fmaf(decay, state[i][b][j], sum[2 * i]);
+          state[i][b][j + 8] = fmaf(decay, state[i][b][j + 8], sum[2 * i + 1]);
         }
       }
     }
+    decay = 1.0f;
+    x += 8 * x_stride, weight += 8, source += 8 * kStride;
   }
-  if (!finite) owner.report_not_finite();
 }
+
+// ---- maxima --------------------------------------------------------------------------------------------------------
+
+// max(a, |b|), NaN if one of them is; a is not negative.
+__device__ inline float larger_magnitude(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
+  return result;
+}
+__device__ inline float larger_magnitude(const float (&value)[kBlock]) {
+  float amax = fabsf(value[0]);
+#pragma unroll
+  for (int i = 1; i < kBlock; ++i) amax = larger_magnitude(amax, value[i]);
+  return amax;
+}
+
+// The amaxes of columns over a slice's rows, of columns 4 lane to 4 lane + 3. scratch: of the warp, 8 rows of N.
+__device__ inline float4 column_maxima(const SlicePart& state, int lane, float4* scratch) {
+  constexpr int kPieces = kMaxStateDim / 4;
+  const int g = lane / 4, t = lane % 4;
+  // Pieces of four columns are permuted among neighbours, so that no lanes meet a bank twice.
+  float4* const target = scratch + g * kPieces + 4 * t;
+#pragma unroll
+  for (int b = 0; b < 2; ++b)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float amax[4];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        amax[v] = larger_magnitude(fabsf(state[0][b][4 * j + v]), state[1][b][4 * j + v]);
+      }
+      target[16 * b + (j ^ t / 2 ^ g % 2 * 2)] = make_float4(amax[0], amax[1], amax[2], amax[3]);
+    }
+  __syncwarp();
+  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int row = 0; row < 8; ++row) {
+    const float4 v = scratch[row * kPieces + (lane ^ (lane / 8 % 2) ^ row % 2 * 2)];
+    amax.x = larger_magnitude(amax.x, v.x), amax.y = larger_magnitude(amax.y, v.y);
+    amax.z = larger_magnitude(amax.z, v.z), amax.w = larger_magnitude(amax.w, v.w);
+  }
+  return amax;
+}
+
+// ---- the checkpoint ------------------------------------------------------------------------------------------------
+
+// A lane's part of a slice into a plain checkpoint, to nearest. slice: its first row.
+template <typename Stored>
+__device__ inline void store_nearest(const SlicePart& state, Stored* slice, int lane) {
+  constexpr int kVec = Packed<Stored>::kVec;
+  Stored* const target = slice + lane / 4 * 2 * kMaxStateDim + lane % 4 * kBlock;
+  for_blocks([&](int i, int b) {
+#pragma unroll
+    for (int j = 0; j < kBlock; j += kVec) {
+      float value[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) value[v] = state[i][b][j + v];
+      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + j) = Packed<Stored>::pack(value);
+    }
+  });
+}
+
+// The same in FP16, stochastically; row: of the slice's first. moderate: all values are below kModerateFp16. Returns
+// whether all results are finite.
+__device__ __forceinline__ bool store_stochastic(const SlicePart& state, RoundingKey key, int64_t writes, int row,
+                                                 __half* slice, int lane, bool moderate) {
+  const int first_row = 2 * (lane / 4), first_column = lane % 4 * kBlock;
+  __half* const target = slice + first_row * kMaxStateDim + first_column;
+  bool finite = true;
+  for_blocks([&](int i, int b) {
+#pragma unroll
+    for (int j = 0; j < kBlock; j += kFp16PerDraw) {
+      const int column = first_column + b * 4 * kBlock + j;
+      const RandomWords drawn = rounding_words(key, row + first_row + i, column / kFp16PerDraw, writes);
+      float value[kFp16PerDraw];
+      uint32_t pair[kFp16PerDraw / 2];
+#pragma unroll
+      for (int v = 0; v < kFp16PerDraw; ++v) value[v] = state[i][b][j + v];
+      if (moderate) {
+        pack_moderate_fp16_sr(value, drawn.word, pair);
+      } else {
+        pack_any_fp16_sr(value, drawn.word, pair, finite);
+      }
+      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + j) =
+          make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+  });
+  return finite;
+}
+
+// ---- the read copy -------------------------------------------------------------------------------------------------
 
 __device__ __noinline__ float divide(float value, float divisor) { return scaled_down(value, divisor); }
 
@@ -125,96 +220,29 @@ class Divisor {
   float divisor_, inverse_;
 };
 
-__device__ inline void load_block(const uint4* folded, int row, int block, float (&value)[kBlock]) {
-#pragma unroll
-  for (int j = 0; j < kBlock / 4; ++j) {
-    const uint4 v = folded[folded_piece(row, block * 4 + j)];
-    value[4 * j] = bits_float(v.x), value[4 * j + 1] = bits_float(v.y);
-    value[4 * j + 2] = bits_float(v.z), value[4 * j + 3] = bits_float(v.w);
-  }
-}
-
-__device__ inline uint32_t amax_of_block(const float (&value)[kBlock]) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) amax = max(amax, magnitude_bits(value[i]));
-  return amax;
-}
-
-// max(a, |b|), NaN if one of them is; a is not negative.
-__device__ inline float larger_magnitude(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
-  return result;
-}
-
-// Where a CTA that casts keeps what its threads share.
-struct CastScratch {
-  float* columns;      // [kWarps][N]: amaxes of a warp's rows; then, at the front, HeadUnit::of_column
-  uint32_t* warp_max;  // [kWarps]
-};
-
-// Casts the head at `folded` to a chunk of a read copy, in memory and as StateOperand reads it in shared memory. A
-// thread has a block of 16 columns of every 16th row.
 template <typename Format>
-__device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, char* staged,
-                                       const CastScratch& scratch) {
-  constexpr int N = kMaxStateDim;
-  const BlockChunk<Format> layout{P, N};
-  const int tid = threadIdx.x, block = tid % (N / kBlock);
-  const int warp = tid / 32, piece = tid % 32;
-  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of the piece in every fourth row
-#pragma unroll 4
-  for (int first = 0; first < P; first += kWarps) {
-    const uint4 v = folded[first * (N / 4) + folded_piece(warp, piece)];  // as of row first + warp
-    amax.x = larger_magnitude(amax.x, bits_float(v.x)), amax.y = larger_magnitude(amax.y, bits_float(v.y));
-    amax.z = larger_magnitude(amax.z, bits_float(v.z)), amax.w = larger_magnitude(amax.w, bits_float(v.w));
+__device__ inline void store_block(char* chunk, const BlockChunk<Format>& layout, int index,
+                                   const SearchedBlock& found) {
+  *reinterpret_cast<uint2*>(chunk + index * (kBlock / 2)) = found.codes;
+  chunk[layout.block_scales() + index] = static_cast<char>(found.scale);
+  if constexpr (Format::kLowBits) {
+    *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = static_cast<uint16_t>(found.low_bits);
   }
-  if constexpr (Format::kColumnScales) reinterpret_cast<float4*>(scratch.columns)[tid] = amax;
-  const float of_lane = larger_magnitude(larger_magnitude(amax.x, amax.y), larger_magnitude(amax.z, amax.w));
-  const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane));
-  if (piece == 0) scratch.warp_max[warp] = of_warp;
-  __syncthreads();
-  uint32_t head_amax = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) head_amax = max(head_amax, scratch.warp_max[warp]);
-  const float head_scale = Format::head_scale(head_amax);
-  if (tid == 0) {  // and the zeros behind it
-    const uint4 last = make_uint4(float_bits(head_scale), 0, 0, 0);
-    *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = last;
-    *reinterpret_cast<uint4*>(staged + layout.head_scale()) = last;
-  }
-  const HeadUnit unit(head_scale);
-  if constexpr (Format::kColumnScales) {
-    static_assert(N == kThreads);
-    float of_column = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) of_column = larger_magnitude(of_column, scratch.columns[i * N + tid]);
-    const uint8_t scale = column_scale(float_bits(of_column), head_amax, head_scale);
-    chunk[layout.column_scales() + tid] = staged[layout.column_scales() + tid] = static_cast<char>(scale);
-    scratch.columns[tid] = unit.of_column(scale);  // of what is there, no other thread needs a thing
-    __syncthreads();
-  }
+}
 
-  float inverse[kBlock];
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) inverse[i] = unit.inverse;
-  if constexpr (Format::kColumnScales) {
-#pragma unroll
-    for (int j = 0; j < kBlock; j += 4) {
-      float quad[4];
-      load_shared<4>(scratch.columns + block * kBlock + j, quad);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) inverse[j + i] = quad[i];
-    }
-  }
-#pragma unroll 1
-  for (int first = 0; first < P; first += kThreads / (N / kBlock)) {
-    float value[kBlock];
-    load_block(folded + first * (N / 4), tid / (N / kBlock), block, value);
-    SearchedBlock found{};
-    if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
-      found.scale = Format::block_scale(amax_of_block(value), head_scale);
+// A lane's part of a slice, whose first row is `row`, to a head's chunk. inverse: HeadUnit::of_column of all columns, in
+// shared memory, of formats that have column scales.
+template <typename Format>
+__device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int lane, char* chunk, uint32_t head_amax,
+                                           float head_scale, const HeadUnit& unit, const float* inverse) {
+  const BlockChunk<Format> layout{P, kMaxStateDim};
+  constexpr int kRowBlocks = kMaxStateDim / kBlock;
+  const int t = lane % 4, first = (row + lane / 4 * 2) * kRowBlocks + t;
+  if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
+    for_blocks([&](int i, int b) {
+      float (&value)[kBlock] = state[i][b];
+      SearchedBlock found{};
+      found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head_scale);
       Divisor(block_step(found.scale, head_scale))(value);
       uint32_t codes[4];
 #pragma unroll
@@ -223,60 +251,70 @@ __device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, 
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-    } else if (head_scale > 0.0f) {
-      if (unit.lift != 1.0f) {
+      store_block(chunk, layout, first + i * kRowBlocks + 4 * b, found);
+    });
+  } else {
+    PairedBlock u[2][2];
 #pragma unroll
-        for (int i = 0; i < kBlock; ++i) value[i] = mul_rn(value[i], unit.lift);
-      }
-      PairedBlock u;
+    for (int b = 0; b < 2; ++b) {
+      float of_column[kBlock];
 #pragma unroll
-      for (int i = 0; i < kBlock / 2; ++i) {
-        const int column = i / 2 * 4 + i % 2;
-        u[i] =
-            __floats2half2_rn(mul_rn(value[column], inverse[column]), mul_rn(value[column + 2], inverse[column + 2]));
+      for (int j = 0; j < kBlock; ++j) of_column[j] = unit.inverse;
+      if constexpr (Format::kColumnScales) load_shared<kBlock>(inverse + block_of(b, t) * kBlock, of_column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float (&value)[kBlock] = state[i][b];
+        if (unit.lift != 1.0f) {
+#pragma unroll
+          for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
+        }
+#pragma unroll
+        for (int j = 0; j < kBlock / 2; ++j) {
+          const int column = j / 2 * 4 + j % 2;
+          u[i][b][j] = __floats2half2_rn(mul_rn(value[column], of_column[column]),
+                                         mul_rn(value[column + 2], of_column[column + 2]));
+        }
       }
-      found = search_block<Format>(u, candidates_of(head_amax) == 1);
     }
-    const int index = first * (N / kBlock) + tid;
-    *reinterpret_cast<uint2*>(chunk + index * 8) = found.codes;
-    *reinterpret_cast<uint2*>(staged + index * 8) = found.codes;
-    chunk[layout.block_scales() + index] = staged[layout.block_scales() + index] = static_cast<char>(found.scale);
-    if constexpr (Format::kLowBits) {
-      const auto low = static_cast<uint16_t>(found.low_bits);
-      *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = low;
-      *reinterpret_cast<uint16_t*>(staged + layout.low_bits() + 2 * index) = low;
+    const bool first_only = candidates_of(head_amax) == 1;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        SearchedBlock found{};
+        if (head_scale > 0.0f) found = search_block<Format>(u[0][b], first_only);
+        store_block(chunk, layout, first + i * kRowBlocks + 4 * b, found);
+#pragma unroll
+        for (int j = 0; j < kBlock / 2; ++j) u[0][b][j] = u[1][b][j];
+      }
     }
   }
 }
 
-template <>
-__device__ __noinline__ void cast_head<Fp8>(const uint4* folded, int P, char* chunk, char* staged, const CastScratch&) {
-  constexpr int N = kMaxStateDim;
-  const Fp8Chunk layout{P, N};
-  const int tid = threadIdx.x, block = tid % (N / kBlock);
-#pragma unroll 1
-  for (int row = tid / (N / kBlock); row < P; row += kThreads / (N / kBlock)) {
-    float value[kBlock];
-    load_block(folded, row, block, value);
-    uint32_t amax = amax_of_block(value);
+__device__ __forceinline__ void cast_slice_fp8(SlicePart& state, int P, int row, int lane, char* chunk) {
+  const Fp8Chunk layout{P, kMaxStateDim};
+  const int t = lane % 4;
+  row += lane / 4 * 2;
 #pragma unroll
-    for (int distance = 1; distance < N / kBlock; distance *= 2) amax = larger_of_both(amax, distance);
+  for (int i = 0; i < 2; ++i) {
+    uint32_t amax = max(float_bits(larger_magnitude(state[i][0])), float_bits(larger_magnitude(state[i][1])));
+    amax = larger_of_both(larger_of_both(amax, 1), 2);
     const float scale = fp8_row_scale(amax);
-    if (block == 0) {
-      reinterpret_cast<float*>(chunk + layout.row_scales())[row] = scale;
-      reinterpret_cast<float*>(staged + layout.row_scales())[row] = scale;
-    }
-    Divisor{scale}(value);
-    uint32_t codes[4];
+    if (t == 0) reinterpret_cast<float*>(chunk + layout.row_scales())[row + i] = scale;
+    const Divisor divisor(scale);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
-      codes[j] = pack_e4m3(quad);
+    for (int b = 0; b < 2; ++b) {
+      float (&value)[kBlock] = state[i][b];
+      divisor(value);
+      uint32_t codes[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
+        codes[j] = pack_e4m3(quad);
+      }
+      reinterpret_cast<uint4*>(chunk)[(row + i) * (kMaxStateDim / kBlock) + block_of(b, t)] =
+          make_uint4(codes[0], codes[1], codes[2], codes[3]);
     }
-    const uint4 words = make_uint4(codes[0], codes[1], codes[2], codes[3]);
-    const int index = row * (N / kBlock) + block;
-    reinterpret_cast<uint4*>(chunk)[index] = words;
-    reinterpret_cast<uint4*>(staged)[index] = words;
   }
 }
 

@@ -40,33 +40,36 @@ struct ReadShared {
   int x_rows, new_x_row;             // of a head; where new tokens begin
   int b_new, c, zeros, query, g;     // B of the history is at 0
   int g_new, query_scale, barrier;
-  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are
+  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are,
+                                             // and the decay for d
   int w;                                     // of each head, in the place of B and C, of which nothing is needed then
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
-  int x;                                     // of each team
-  int end, state;                 // of what else there is; of each team. The copy that is cast takes the place of B
-  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [kWarps][N], [kWarps]
-  int scaled;                     // of each warp: C times column scales; in the place of the head that was folded
+  int x, state;                              // of each team
+  int scaled;                                // of each warp: C times column scales
+  // Of CTAs that fold, until they read what they have folded: the checkpoint; x, before which lie zeros; for the maxima
+  // of columns [8][N] of each warp, [kWarps][N]; what columns are multiplied by, [N]; the maxima of warps.
+  int checkpoint, folded_x, scratch, scratch_stride, columns, inverse, warp_max;
   int state_bytes, bytes;
 
   ReadShared() = default;
-  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool folds)
+  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
+             int folded_size)
       : tokens(tokens),
         g_stride(round_up(window, 16)),
         w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
         x_stride(P + 8),                         // so that the rows of a matrix do,
         delta_stride(round_up(window, 32) | 1),  // and the heads
-        x_rows(round_up(window, 8) + tokens),
-        new_x_row(round_up(window, 8)),
-        b_new(std::max(round_up(window, 8) * kStride * 2, folds ? round_up(chunk_bytes, 128) : 0)),
+        x_rows((folded_size > 0 ? 0 : round_up(window, 8)) + tokens),
+        new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
+        b_new(round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
-        zeros(std::max(c + tokens * kStride * 2, folds ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
+        zeros(std::max(c + tokens * kStride * 2, folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
         g(query + tokens * kQueryStride * 4),
         g_new(g + tokens * g_stride * 4),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + kWarps * 8),
+        delta(barrier + (kWarps + 1) * 8),
         exponents(delta + heads * delta_stride * 4),
         steps(exponents + heads * delta_stride * 4),
         rate(steps + heads * tokens * 4),
@@ -74,20 +77,24 @@ struct ReadShared {
         w(0),
         terms_stride(round_up(1 + tokens + tokens * tokens, 4)),
         x(terms + heads * terms_stride * 4),
-        end(round_up(x + teams * x_rows * x_stride * 2, 128)),
-        state(folds ? 0 : end),
-        folded(folds ? end : end + teams * round_up(chunk_bytes, 128)),
-        inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
-        warp_max(inverse + (folds ? kWarps * kMaxStateDim * 4 : 0)),
-        scaled(folded),
+        state(round_up(x + teams * x_rows * x_stride * 2, 128)),
+        scaled(state + teams * round_up(chunk_bytes, 128)),
+        checkpoint(round_up(x, 128)),
+        folded_x(checkpoint + P * kMaxStateDim * folded_size),
+        scratch(P > kWarps * kSliceWidth ? folded_x + (8 + window) * P * 2 : checkpoint),
+        scratch_stride(P > kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
+        columns(P > kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
+        inverse(columns + (column_scales ? kWarps * kMaxStateDim * 4 : 0)),
+        warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
-        bytes(std::max(warp_max + (folds ? kWarps * 4 : 0),
+        bytes(std::max(folded_size > 0 ? warp_max + kWarps * 4 : 0,
                        scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
 };
 
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
+  int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
@@ -115,7 +122,12 @@ __device__ inline int keep(int value) {
   return value;
 }
 
-// A CTA and its work: some heads of a group of one row or, if it folds, a head to flush.
+// Of a group: the parts that CTAs fold, a head for each team.
+__device__ inline uint32_t fold_chunks(const ReadParams& params, int team_bits) {
+  return static_cast<uint32_t>(params.heads_per_group + (kWarps >> team_bits) - 1) >> (kMaxTeamBits - team_bits);
+}
+
+// A CTA and its work: some heads of a group of one row, which it folds first or not.
 template <typename Format, typename Staged, bool kFolds, bool kSingle>
 struct ReadCta {
   using State = StateOperand<Format>;
@@ -137,7 +149,7 @@ struct ReadCta {
   int T, h, history;  // tokens; records to stage, and those that outputs see
   bool stored_before;
 
-  __device__ __forceinline__ ReadCta(const ReadParams& params, char* shared)
+  __device__ __forceinline__ ReadCta(const ReadParams& params, char* shared, int team_bits)
       : params(params),
         problem(params.scan.problem),
         args(params.scan.args),
@@ -148,7 +160,7 @@ struct ReadCta {
         lane(threadIdx.x % 32),
         g(lane / 4),
         t(lane % 4),
-        team_bits(kFolds ? kMaxTeamBits : params.team_bits),
+        team_bits(team_bits),
         team(warp >> team_bits),
         member(warp & ((1 << team_bits) - 1)),
         x_rows(params.x_parts(32 << team_bits)) {
@@ -167,6 +179,7 @@ struct ReadCta {
   __device__ Staged* x() const { return staged(layout.x) + team * layout.x_rows * layout.x_stride; }
   __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
+  __device__ Barrier* fold_barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps; }
   __device__ int head_of(int k) const { return group * params.heads_per_group + group_head + k; }
   __device__ int ring_before(int record) const {  // of the record-th newest
     const int position = row.ring_row - 1 - record;
@@ -185,15 +198,15 @@ struct ReadCta {
     return section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
   }
 
-  // Takes the task-th part of all heads or, if the CTA folds, the task-th head of the rows to flush. False: nothing to
-  // do.
+  // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task) {
     if (kFolds) {
-      const uint32_t index = params.heads(task), head = task - index * params.heads.divisor;
+      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, team_bits);
+      const uint32_t of_group = task / chunks, index = of_group / groups;
       row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
-      group = params.group_heads(head);
-      group_head = head - group * params.heads_per_group;
-      heads = 1;
+      group = of_group - index * groups;
+      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
+      heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
       row_index = params.ctas(task);
       const uint32_t rest = task - row_index * params.ctas.divisor;
@@ -315,29 +328,14 @@ struct ReadCta {
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
     const int P = problem.geometry.head_dim;
-    if constexpr (kFolds) {
-      uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-      if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-        request_checkpoint(reinterpret_cast<const float*>(checkpoint(head.head)), P, folded);
-      } else if (stored_before) {
-        request_checkpoint(reinterpret_cast<const __half*>(checkpoint(head.head)), P, folded);
-      }
-    } else if (stored_before) {
-      request_state(head.state);
-    }  // else it is zero
+    if (kFolds || stored_before) request_state(head.state);  // else it is zero
     Staged* target = staged(places.x);
     int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
-    for (int i = x_row; i < h; i += x_rows) {
+    for (int i = x_row; i < history; i += x_rows) {
       if (position < 0) position += problem.ring_rows;
       request_16_bytes(target, head.ring + position * P);
       target += x_rows * layout.x_stride, position -= x_rows;
-    }
-    if (kFolds) {
-#pragma unroll 1
-      for (int i = x_row; i < round_up(h, 8); i += x_rows) {
-        if (i >= h) *reinterpret_cast<uint4*>(x() + i * layout.x_stride + x_column) = make_uint4(0, 0, 0, 0);
-      }
     }
     const Staged* source = head.new_x;
 #pragma unroll 1
@@ -365,7 +363,7 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kFolds && stored_before) await(barrier(), parity);
+    if (kFolds || stored_before) await(barrier(), parity);
 #endif
   }
 
@@ -564,36 +562,184 @@ struct ReadCta {
     __syncthreads();
     if (!kFolds) {
       weigh_records();
-    } else if (warp == 0) {
-      const float decay = weigh_history(floats(layout.delta), *floats(layout.rate), h, lane, floats(layout.exponents));
-      if (lane == 0) *floats(layout.terms) = decay;
+    } else if (warp < heads) {
+      const int at = warp * layout.delta_stride;
+      const float decay = weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane,
+                                        floats(layout.exponents) + at);
+      if (lane == 0) floats(layout.terms)[warp * layout.terms_stride] = decay;
     }
     weigh_tokens(inputs);
-    if (team_bits > 0 && team < heads) await_head(0);
+    if (!kFolds && team_bits > 0 && team < heads) await_head(0);
     __syncthreads();
   }
 
   // ---- folding ----
 
-  __device__ void fold() const {
-    const int head = head_of(0);
-    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-    uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-    auto fold_as = [&](auto stored) {
-      fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint(head)), folded, x(),
-                layout.x_stride, staged(0), floats(layout.exponents), *floats(layout.terms), h, params.tf32_mask);
-    };
-    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-      fold_as(float());
-    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
-      fold_as(__nv_bfloat16());
-    } else {
-      fold_as(__half());
+  // A head's checkpoint and its records of x, oldest first, before which lie zeros.
+  __device__ Staged* folded_x() const { return staged(layout.folded_x) + 8 * problem.geometry.head_dim; }
+  __device__ void request_fold(int head) const {
+    const int P = problem.geometry.head_dim, bytes = stored_before ? problem.checkpoint_head_bytes : 0;
+    const Staged* const ring = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) +
+                               head * problem.ring_rows * P;
+    const int newer = min(h, row.ring_row), older = h - newer;  // those behind the ring's end
+    const int row_bytes = P * 2;
+#if __CUDA_ARCH__ >= 900
+    if (warp == 0 && elect_lane()) {
+      arrive_expecting(fold_barrier(), bytes + h * row_bytes);
+      if (bytes > 0) request_block(shared + layout.checkpoint, checkpoint(head), bytes, fold_barrier());
+      if (older > 0) {
+        request_block(folded_x(), ring + (problem.ring_rows - older) * P, older * row_bytes, fold_barrier());
+      }
+      if (newer > 0) {
+        request_block(folded_x() + older * P, ring + (row.ring_row - newer) * P, newer * row_bytes, fold_barrier());
+      }
     }
+#else
+    auto request = [&](char* target, const void* source, int bytes) {
+#pragma unroll 4
+      for (int i = tid * 16; i < bytes; i += kThreads * 16) {
+        request_16_bytes(target + i, static_cast<const char*>(source) + i);
+      }
+    };
+    request(shared + layout.checkpoint, checkpoint(head), bytes);
+    request(reinterpret_cast<char*>(folded_x()), ring + (problem.ring_rows - older) * P, older * row_bytes);
+    request(reinterpret_cast<char*>(folded_x() + older * P), ring + (row.ring_row - newer) * P, newer * row_bytes);
+#endif
+  }
+  __device__ void await_fold(int parity) const {
+#if __CUDA_ARCH__ >= 900
+    await(fold_barrier(), parity);
+#else
+    await_requests();
     __syncthreads();
-    const CastScratch scratch{floats(layout.inverse), words(layout.warp_max)};
-    cast_head<Format>(folded, problem.geometry.head_dim, read_copy(head), state(), scratch);
-    __syncthreads();
+#endif
+  }
+
+  __device__ void load_stored(int slice, SlicePart& state) const {
+    const char* const slices = shared + layout.checkpoint;
+    const int at = slice * kSliceWidth * N;
+    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+      load_slice(reinterpret_cast<const float*>(slices) + at, lane, state);
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
+      load_slice(reinterpret_cast<const __nv_bfloat16*>(slices) + at, lane, state);
+    } else {
+      load_slice(reinterpret_cast<const __half*>(slices) + at, lane, state);
+    }
+  }
+
+  // The state of a slice of the k-th head.
+  __device__ __forceinline__ void form_slice(int k, int slice, SlicePart& state) const {
+    for_blocks([&](int i, int b) {
+#pragma unroll
+      for (int j = 0; j < kBlock; ++j) state[i][b][j] = 0.0f;
+    });
+    if (stored_before) load_stored(slice, state);
+    const int P = problem.geometry.head_dim;
+    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, staged(0),
+               floats(layout.exponents) + k * layout.delta_stride, floats(layout.terms)[k * layout.terms_stride], h,
+               lane, params.tf32_mask);
+  }
+
+  // Folds the heads and stores them.
+  __device__ __forceinline__ void fold() const {
+    const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
+    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
+    const StateOwner of_lane{problem,    params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+                             row_index, row.stream,        row.writes};
+    const RoundingKey keys = of_lane.key();  // of the lane-th head
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const int head = head_of(k);
+      await_fold(k % 2);
+      SlicePart state;
+      float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
+      float of_lane_amax = 0.0f;
+#pragma unroll 1
+      for (int slice = warp + (params.slices - 1 - warp) / kWarps * kWarps; slice >= warp; slice -= kWarps) {
+        if (slice >= params.slices) break;
+        form_slice(k, slice, state);  // of the warp's first slice it stays
+        if constexpr (State::kColumnScales) {
+          const float4 amax = column_maxima(state, lane, reinterpret_cast<float4*>(
+                                                             shared + layout.scratch + warp * layout.scratch_stride));
+          columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
+          columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
+        } else {
+          for_blocks([&](int i, int b) { of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[i][b])); });
+        }
+      }
+      if constexpr (State::kColumnScales) {
+        reinterpret_cast<float4*>(shared + layout.columns)[tid] = columns;
+        of_lane_amax = larger_magnitude(larger_magnitude(columns.x, columns.y), larger_magnitude(columns.z, columns.w));
+      }
+      const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
+      if (lane == 0) words(layout.warp_max)[warp] = of_warp;
+      finish_stores_before_blocks();
+      __syncthreads();
+      if (together && k + 1 < heads) request_fold(head + 1);
+
+      uint32_t head_amax = 0;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
+      char* const copy = read_copy(head);
+      const float head_scale = store_scales(copy, head_amax);
+      __syncthreads();
+      const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
+      bool finite = head_amax < infinite_from(checkpoint_format);
+#pragma unroll 1
+      for (int slice = warp; slice < params.slices; slice += kWarps) {
+        if (slice > warp) form_slice(k, slice, state);
+        const int first_row = slice * kSliceWidth;
+        char* const stored = checkpoint(head);
+        if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
+          const bool moderate = head_amax < float_bits(kModerateFp16);
+          finite = store_stochastic(state, key, row.writes, first_row, reinterpret_cast<__half*>(stored) + first_row * N,
+                                    lane, moderate) && finite;
+        } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
+          store_nearest(state, reinterpret_cast<float*>(stored) + first_row * N, lane);
+        } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
+          store_nearest(state, reinterpret_cast<__nv_bfloat16*>(stored) + first_row * N, lane);
+        } else {
+          store_nearest(state, reinterpret_cast<__half*>(stored) + first_row * N, lane);
+        }
+        if constexpr (std::is_same_v<Format, Fp8>) {
+          cast_slice_fp8(state, P, first_row, lane, copy);
+        } else {
+          cast_slice<Format>(state, P, first_row, lane, copy, head_amax, head_scale, HeadUnit(head_scale),
+                             floats(layout.inverse));
+        }
+      }
+      if (!finite) {
+        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+        owner.report_not_finite();
+      }
+      if (!together && k + 1 < heads) {
+        __syncthreads();
+        request_fold(head + 1);
+      }
+    }
+  }
+
+  // The scale of the head, and of columns: to the copy, what columns are multiplied by to shared memory.
+  __device__ __forceinline__ float store_scales(char* copy, uint32_t head_amax) const {
+    if constexpr (std::is_same_v<Format, Fp8>) {
+      return 0.0f;
+    } else {
+      const BlockChunk<Format> chunk{problem.geometry.head_dim, N};
+      const float head_scale = Format::head_scale(head_amax);
+      if (tid == 0) {  // and the zeros behind it
+        *reinterpret_cast<uint4*>(copy + chunk.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
+      }
+      if constexpr (Format::kColumnScales) {
+        static_assert(N == kThreads);
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) amax = larger_magnitude(amax, floats(layout.columns)[i * N + tid]);
+        const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
+        copy[chunk.column_scales() + tid] = static_cast<char>(scale);
+        floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+      }
+      return head_scale;
+    }
   }
 
   // ---- outputs ----
@@ -746,28 +892,43 @@ struct ReadCta {
   // All of it.
   __device__ __forceinline__ void run() const {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
-    if (!kFolds && member == 0 && lane == 0) {
+    if (member == 0 && lane == 0) {
       init_barrier(barrier(), 1);
+      if (kFolds && team == 0) init_barrier(fold_barrier(), 1);
       finish_stores_before_blocks();
     }
     __syncwarp();
-    if (!kFolds && !stored_before) {
+    request_group();
+    close_group();
+    if constexpr (kFolds) {
+      for (int i = tid * 16; i < 16 * problem.geometry.head_dim; i += kThreads * 16) {
+        *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
+      }
+      request_fold(head_of(0));
+      close_group();
+      prepare(load_tokens());
+      fold();
+      finish_writes_before_blocks();
+      __syncthreads();
+    } else if (!stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
-    request_group();
-    close_group();
     Head head(*this, team);
     const Places places(*this);
     if (team < heads) request_head(head, places);
     close_group();
-    prepare(load_tokens());
-    if constexpr (kFolds) fold();
+    if constexpr (!kFolds) {
+      prepare(load_tokens());
+    } else if (team_bits > 0) {
+      if (team < heads) await_head(0);
+      __syncthreads();
+    }
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
-      if (!kFolds && team_bits == 0) {
+      if (team_bits == 0) {
         await_head(parity);
         __syncwarp();
       }
@@ -780,6 +941,14 @@ struct ReadCta {
       __syncwarp();
       request_head(head, places);
       close_group();
+    }
+    if constexpr (kFolds) {  // the next task makes them anew
+      __syncthreads();
+      if (member == 0 && lane == 0) {
+        end_barrier(barrier());
+        if (team == 0) end_barrier(fold_barrier());
+      }
+      __syncthreads();
     }
   }
 };

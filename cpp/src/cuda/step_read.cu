@@ -44,16 +44,22 @@ __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_con
   extern __shared__ __align__(128) char shared[];
   begin_early();
   if (blockIdx.x >= params.flush_ctas) {
-    ReadCta<Format, Staged, false, kSingle> cta(params, shared);
+    ReadCta<Format, Staged, false, kSingle> cta(params, shared, params.team_bits);
     if (cta.take(blockIdx.x - params.flush_ctas)) cta.run();
     return;
   }
   const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
+  // A head for each warp, if there are enough for all CTAs.
+  const uint32_t flushed_heads = header->num_flush * params.heads.divisor;
+  int team_bits = kMaxTeamBits;
+  while (team_bits > params.fold_team_bits && flushed_heads >> (kMaxTeamBits - team_bits) > params.flush_ctas) {
+    --team_bits;
+  }
+  const uint32_t tasks = header->num_flush * params.scan.problem.geometry.num_groups * fold_chunks(params, team_bits);
 #pragma unroll 1
-  for (uint32_t task = blockIdx.x; task < header->num_flush * params.heads.divisor; task += params.flush_ctas) {
-    ReadCta<Format, Staged, true, kSingle> cta(params, shared);
+  for (uint32_t task = blockIdx.x; task < tasks; task += params.flush_ctas) {
+    ReadCta<Format, Staged, true, kSingle> cta(params, shared, team_bits);
     if (cta.take(task)) cta.run();
-    __syncthreads();  // before the next head is staged
   }
 }
 
@@ -85,6 +91,7 @@ auto with_quantised(const replayssm_config& config, F&& f) {
 // leaves so many, and room for two others in an SM.
 constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
+constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(int64_t row_heads) { return row_heads < 8192 ? 264 : 528; }
 
@@ -92,7 +99,10 @@ ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, boo
   return with_quantised(problem.config, [&](auto format) {
     using State = StateOperand<decltype(format)>;
     const int P = problem.geometry.head_dim;
-    return ReadShared(P, problem.config.window, tokens, heads, teams, State::bytes(P), State::kColumnScales, folds);
+    return ReadShared(P, problem.config.window, tokens, heads, teams, State::bytes(P), State::kColumnScales,
+                      !folds                                                  ? 0
+                      : problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4
+                                                                              : 2);
   });
 }
 
@@ -146,7 +156,15 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
          lay_out(problem, scan.args.max_count, 2 * params.cta_heads, kWarps, false).bytes <= kManyHeadsShared) {
     share(2 * params.cta_heads, 0);
   }
+  params.fold_team_bits = kMaxTeamBits;
   params.folding = lay_out(problem, scan.args.max_count, 1, 1, folds);
+  while (folds && params.fold_team_bits > 0 && kWarps >> params.fold_team_bits < params.heads_per_group) {
+    const int heads = kWarps >> (params.fold_team_bits - 1);
+    const ReadShared more = lay_out(problem, scan.args.max_count, heads, heads, true);
+    if (more.bytes > std::max(kManyFoldedShared, params.folding.bytes)) break;
+    --params.fold_team_bits;
+    params.folding = more;
+  }
   const int shared = std::max(params.stepping.bytes, params.folding.bytes);
   return with_quantised(problem.config, [&](auto format) {
     return launch_early("step", choose_read<decltype(format)>(problem.config.activation, scan.args.max_count == 1),
