@@ -179,7 +179,7 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
   const float amax = fmaxf(__low2float(both), __high2float(both));
   uint32_t code[2];
   __half2 inverse[2];
-  float scale[4];
+  float scale[kCandidates];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     code[i] = pack_e4m3_pair(mul_rn(amax, Format::share(2 * i)), mul_rn(amax, Format::share(2 * i + 1)));
@@ -191,16 +191,13 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
     for (int k = 0; k < 2; ++k) asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_scale[k]) : "f"(scale[2 * i + k]));
     inverse[i] = __hmul2_rn(__floats2half2_rn(of_scale[0], of_scale[1]), __float2half2_rn(0x1p-5f));
   }
-  uint32_t best = 0;  // the candidate's inverse, its code above
-  float least = 0.0f;
+  __half2 sum[kCandidates];  // side by side: one sum alone is a chain of operations that wait for each other
 #pragma unroll
-  for (int candidate = 0; candidate < kCandidates; ++candidate) {
-    const __half2 pair = inverse[candidate / 2];
-    const __half2 of_scale = candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair);
-    __half2 sum = __float2half2_rn(0.0f);
+  for (int i = 0; i < kBlock / 2; ++i)
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) {
-      const __half2 ratio = __hmul2_rn(u[i], of_scale);
+    for (int candidate = 0; candidate < kCandidates; ++candidate) {
+      const __half2 pair = inverse[candidate / 2];
+      const __half2 ratio = __hmul2_rn(u[i], candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair));
       __half2 distance;
       if constexpr (Format::kLowBits) {  // saturates: without the sign
         const __half2 magnitude = __habs2(ratio);
@@ -209,11 +206,16 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
         distance = __hsub2_rn(ratio, halves_of(nearest_pair<Format>(bits_of(ratio))));
       }
       distance = __hmul2_rn(distance, __float2half2_rn(16384.0f));
-      sum = __hfma2(distance, distance, sum);
+      sum[candidate] = __hfma2(distance, distance, i == 0 ? __float2half2_rn(0.0f) : sum[candidate]);
     }
+  uint32_t best = 0;  // the candidate's inverse, its code above
+  float least = 0.0f;
+#pragma unroll
+  for (int candidate = 0; candidate < kCandidates; ++candidate) {
     const float s = scale[candidate];
-    const float error = mul_rn(mul_rn(add_rn(__low2float(sum), __high2float(sum)), s), s);
-    const uint32_t tried = __byte_perm(bits_of(pair), code[candidate / 2], candidate % 2 == 0 ? 0x0410 : 0x0532);
+    const float error = mul_rn(mul_rn(add_rn(__low2float(sum[candidate]), __high2float(sum[candidate])), s), s);
+    const uint32_t tried =
+        __byte_perm(bits_of(inverse[candidate / 2]), code[candidate / 2], candidate % 2 == 0 ? 0x0410 : 0x0532);
     if (candidate == 0) {
       best = tried, least = first_only ? 0.0f : error;
     } else if (error < least) {
@@ -277,8 +279,8 @@ __device__ inline __half2 pack_common_fp16_sr(float first, float second, uint32_
 #else
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
       : "=r"(pair)
-      : "f"(bits_float(float_bits(second) + ((random & 0x1fff0000u) >> 16))),
-        "f"(bits_float(float_bits(first) + (random & 0x1fffu))));
+      : "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0100u, float_bits(second)))),
+        "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0001u, float_bits(first)))));
 #endif
   return halves_of(pair);
 }
@@ -306,32 +308,23 @@ __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint
 template <int kPairs>
 __device__ inline void pack_any_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
                                         uint32_t (&pair)[kPairs], bool& finite) {
+  bool moderate = true;
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
-              fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
-    finite = finite && is_finite<__half>(pair[i]);
+  for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
+  if (moderate) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
+                fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
+      finite = finite && is_finite<__half>(pair[i]);
+    }
   }
 }
 
-// The same where all are below kModerateFp16, so that no result is above it.
-constexpr float kModerateFp16 = 65472.0f;
-template <int kPairs>
-__device__ inline void pack_moderate_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
-                                             uint32_t (&pair)[kPairs]) {
-  __half2 least = halves_of(0x7c007c00u);
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-    least = __hmin2(least, __habs2(rounded));
-    pair[i] = bits_of(rounded);
-  }
-  if (__hbgt2(least, halves_of(0x04000400u))) return;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-}
-
-// The same, of which most are moderate.
+// The same, of which most are common.
 template <int kPairs>
 __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
                                     uint32_t (&pair)[kPairs], bool& finite) {
@@ -343,15 +336,7 @@ __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint
     pair[i] = bits_of(rounded);
   }
   if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
-  bool moderate = true;
-#pragma unroll
-  for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
-  if (moderate) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-  } else {
-    pack_any_fp16_sr(value, random, pair, finite);
-  }
+  pack_any_fp16_sr(value, random, pair, finite);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

@@ -159,31 +159,60 @@ __device__ inline void store_nearest(const SlicePart& state, Stored* slice, int 
   });
 }
 
-// The same in FP16, stochastically; row: of the slice's first. moderate: all values are below kModerateFp16. Returns
-// whether all results are finite.
-__device__ __forceinline__ bool store_stochastic(const SlicePart& state, RoundingKey key, int64_t writes, int row,
+// Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
+__device__ __noinline__ uint4 pack_rare_draw(float4 front, float4 back, uint4 drawn) {
+  const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
+  const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+  uint32_t pair[4];
+  bool finite = true;  // is_stored_finite() looks, too
+  pack_any_fp16_sr(value, random, pair, finite);
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+// The same in FP16, stochastically; row: of the slice's first. moderate: all values are below 65472.
+__device__ __forceinline__ void store_stochastic(const SlicePart& state, RoundingKey key, int64_t writes, int row,
                                                  __half* slice, int lane, bool moderate) {
   const int first_row = 2 * (lane / 4), first_column = lane % 4 * kBlock;
   __half* const target = slice + first_row * kMaxStateDim + first_column;
-  bool finite = true;
   for_blocks([&](int i, int b) {
+    constexpr int kDraws = kBlock / kFp16PerDraw;
+    RandomWords drawn[kDraws];
 #pragma unroll
-    for (int j = 0; j < kBlock; j += kFp16PerDraw) {
-      const int column = first_column + b * 4 * kBlock + j;
-      const RandomWords drawn = rounding_words(key, row + first_row + i, column / kFp16PerDraw, writes);
-      float value[kFp16PerDraw];
-      uint32_t pair[kFp16PerDraw / 2];
+    for (int d = 0; d < kDraws; ++d) {
+      const int column = first_column + b * 4 * kBlock + d * kFp16PerDraw;
+      drawn[d] = rounding_words(key, row + first_row + i, column / kFp16PerDraw, writes);
+    }
 #pragma unroll
-      for (int v = 0; v < kFp16PerDraw; ++v) value[v] = state[i][b][j + v];
-      if (moderate) {
-        pack_moderate_fp16_sr(value, drawn.word, pair);
-      } else {
-        pack_any_fp16_sr(value, drawn.word, pair, finite);
+    for (int d = 0; d < kDraws; ++d) {
+      const float* const value = state[i][b] + d * kFp16PerDraw;
+      const uint32_t (&random)[4] = drawn[d].word;
+      uint32_t pair[4];
+      __half2 least = halves_of(0x7c007c00u);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+        least = __hmin2(least, __habs2(rounded));
+        pair[k] = bits_of(rounded);
       }
-      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + j) =
-          make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      uint4 packed = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
+        packed = pack_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
+                                make_float4(value[4], value[5], value[6], value[7]),
+                                make_uint4(random[0], random[1], random[2], random[3]));
+      }
+      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + d * kFp16PerDraw) = packed;
     }
   });
+}
+
+// Whether what the lane has stored is finite.
+__device__ inline bool is_stored_finite(const __half* slice, int lane) {
+  bool finite = true;
+#pragma unroll 1
+  for (int piece = 0; piece < 8; ++piece) {  // of 16 bytes
+    const __half* const source = slice + (lane / 4 * 2 + piece / 4) * kMaxStateDim + piece / 2 % 2 * 4 * kBlock;
+    finite = finite && is_finite<__half>(*reinterpret_cast<const uint4*>(source + lane % 4 * kBlock + piece % 2 * 8));
+  }
   return finite;
 }
 
@@ -220,24 +249,36 @@ class Divisor {
   float divisor_, inverse_;
 };
 
+// Where a lane stores its blocks.
 template <typename Format>
-__device__ inline void store_block(char* chunk, const BlockChunk<Format>& layout, int index,
-                                   const SearchedBlock& found) {
-  *reinterpret_cast<uint2*>(chunk + index * (kBlock / 2)) = found.codes;
-  chunk[layout.block_scales() + index] = static_cast<char>(found.scale);
-  if constexpr (Format::kLowBits) {
-    *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = static_cast<uint16_t>(found.low_bits);
-  }
-}
+struct BlockTarget {
+  char *codes, *low_bits, *scales;
 
-// A lane's part of a slice, whose first row is `row`, to a head's chunk. inverse: HeadUnit::of_column of all columns, in
-// shared memory, of formats that have column scales.
+  __device__ BlockTarget(char* chunk, int P, int index) {
+    const BlockChunk<Format> layout{P, kMaxStateDim};
+    codes = chunk + index * (kBlock / 2);
+    low_bits = chunk + layout.low_bits() + 2 * index;
+    scales = chunk + layout.block_scales() + index;
+  }
+  // The block that lies so many behind.
+  __device__ void store(int later, const SearchedBlock& found) const {
+    *reinterpret_cast<uint2*>(codes + later * (kBlock / 2)) = found.codes;
+    if constexpr (Format::kLowBits) {
+      *reinterpret_cast<uint16_t*>(low_bits + 2 * later) = static_cast<uint16_t>(found.low_bits);
+    }
+    scales[later] = static_cast<char>(found.scale);
+  }
+  __device__ void advance(int blocks) { codes += blocks * (kBlock / 2), low_bits += 2 * blocks, scales += blocks; }
+};
+
+// A lane's part of a slice, whose first row is `row`, to a head's chunk. inverse: HeadUnit::of_column of all columns,
+// in shared memory, of formats that have column scales.
 template <typename Format>
 __device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int lane, char* chunk, uint32_t head_amax,
                                            float head_scale, const HeadUnit& unit, const float* inverse) {
-  const BlockChunk<Format> layout{P, kMaxStateDim};
   constexpr int kRowBlocks = kMaxStateDim / kBlock;
-  const int t = lane % 4, first = (row + lane / 4 * 2) * kRowBlocks + t;
+  const int t = lane % 4;
+  BlockTarget<Format> target(chunk, P, (row + lane / 4 * 2) * kRowBlocks + t);
   if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
     for_blocks([&](int i, int b) {
       float (&value)[kBlock] = state[i][b];
@@ -251,7 +292,7 @@ __device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-      store_block(chunk, layout, first + i * kRowBlocks + 4 * b, found);
+      target.store(i * kRowBlocks + 4 * b, found);
     });
   } else {
     PairedBlock u[2][2];
@@ -281,12 +322,13 @@ __device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int
     for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        SearchedBlock found{};
-        if (head_scale > 0.0f) found = search_block<Format>(u[0][b], first_only);
-        store_block(chunk, layout, first + i * kRowBlocks + 4 * b, found);
+        SearchedBlock found = search_block<Format>(u[0][b], first_only);
+        if (!(head_scale > 0.0f)) found = SearchedBlock{};
+        target.store(4 * b, found);
 #pragma unroll
         for (int j = 0; j < kBlock / 2; ++j) u[0][b][j] = u[1][b][j];
       }
+      target.advance(kRowBlocks);
     }
   }
 }

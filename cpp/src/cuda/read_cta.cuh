@@ -52,8 +52,7 @@ struct ReadShared {
   int state_bytes, bytes;
 
   ReadShared() = default;
-  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
-             int folded_size)
+  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, int folded_size)
       : tokens(tokens),
         g_stride(round_up(window, 16)),
         w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
@@ -63,7 +62,8 @@ struct ReadShared {
         new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
         b_new(round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
-        zeros(std::max(c + tokens * kStride * 2, folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
+        zeros(std::max(c + tokens * kStride * 2,
+                       folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
         g(query + tokens * kQueryStride * 4),
         g_new(g + tokens * g_stride * 4),
@@ -81,9 +81,9 @@ struct ReadShared {
         scaled(state + teams * round_up(chunk_bytes, 128)),
         checkpoint(round_up(x, 128)),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
-        scratch(P > kWarps * kSliceWidth ? folded_x + (8 + window) * P * 2 : checkpoint),
-        scratch_stride(P > kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
-        columns(P > kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
+        scratch(P != kWarps * kSliceWidth ? folded_x + (8 + window) * P * 2 : checkpoint),
+        scratch_stride(P != kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
+        columns(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
         inverse(columns + (column_scales ? kWarps * kMaxStateDim * 4 : 0)),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
@@ -155,9 +155,9 @@ struct ReadCta {
         args(params.scan.args),
         layout(kFolds ? params.folding : params.stepping),
         shared(hide_address(shared)),
-        tid(threadIdx.x),
-        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),  // the shuffle tells the compiler that a warp has one index
-        lane(threadIdx.x % 32),
+        tid(keep(threadIdx.x)),
+        warp(__shfl_sync(~0u, tid / 32, 0)),  // the shuffle tells the compiler that a warp has one index
+        lane(tid % 32),
         g(lane / 4),
         t(lane % 4),
         team_bits(team_bits),
@@ -564,8 +564,8 @@ struct ReadCta {
       weigh_records();
     } else if (warp < heads) {
       const int at = warp * layout.delta_stride;
-      const float decay = weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane,
-                                        floats(layout.exponents) + at);
+      const float decay =
+          weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane, floats(layout.exponents) + at);
       if (lane == 0) floats(layout.terms)[warp * layout.terms_stride] = decay;
     }
     weigh_tokens(inputs);
@@ -579,8 +579,8 @@ struct ReadCta {
   __device__ Staged* folded_x() const { return staged(layout.folded_x) + 8 * problem.geometry.head_dim; }
   __device__ void request_fold(int head) const {
     const int P = problem.geometry.head_dim, bytes = stored_before ? problem.checkpoint_head_bytes : 0;
-    const Staged* const ring = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) +
-                               head * problem.ring_rows * P;
+    const Staged* const ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * problem.ring_rows * P;
     const int newer = min(h, row.ring_row), older = h - newer;  // those behind the ring's end
     const int row_bytes = P * 2;
 #if __CUDA_ARCH__ >= 900
@@ -640,13 +640,16 @@ struct ReadCta {
                lane, params.tf32_mask);
   }
 
-  // Folds the heads and stores them.
-  __device__ __forceinline__ void fold() const {
+  __device__ __forceinline__ void fold_heads() const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
-    const StateOwner of_lane{problem,    params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
                              row_index, row.stream,        row.writes};
     const RoundingKey keys = of_lane.key();  // of the lane-th head
+    // A warp that has none of its own does the last one too: the same bits, to the same places. (A path on which
+    // nothing is formed would keep registers for it.)
+    const int first_slice = min(warp, params.slices - 1);
+    const int last_slice = first_slice + (params.slices - 1 - first_slice) / kWarps * kWarps;
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
       const int head = head_of(k);
@@ -654,19 +657,20 @@ struct ReadCta {
       SlicePart state;
       float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
       float of_lane_amax = 0.0f;
-#pragma unroll 1
-      for (int slice = warp + (params.slices - 1 - warp) / kWarps * kWarps; slice >= warp; slice -= kWarps) {
-        if (slice >= params.slices) break;
-        form_slice(k, slice, state);  // of the warp's first slice it stays
+      int slice = last_slice;
+      do {
+        form_slice(k, slice, state);  // the warp's first slice stays
         if constexpr (State::kColumnScales) {
-          const float4 amax = column_maxima(state, lane, reinterpret_cast<float4*>(
-                                                             shared + layout.scratch + warp * layout.scratch_stride));
+          const float4 amax = column_maxima(
+              state, lane, reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride));
           columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
-          for_blocks([&](int i, int b) { of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[i][b])); });
+          for_blocks(
+              [&](int i, int b) { of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[i][b])); });
         }
-      }
+        slice -= kWarps;
+      } while (slice >= first_slice);
       if constexpr (State::kColumnScales) {
         reinterpret_cast<float4*>(shared + layout.columns)[tid] = columns;
         of_lane_amax = larger_magnitude(larger_magnitude(columns.x, columns.y), larger_magnitude(columns.z, columns.w));
@@ -685,15 +689,17 @@ struct ReadCta {
       __syncthreads();
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = head_amax < infinite_from(checkpoint_format);
-#pragma unroll 1
-      for (int slice = warp; slice < params.slices; slice += kWarps) {
-        if (slice > warp) form_slice(k, slice, state);
+      slice = first_slice;
+      while (true) {
         const int first_row = slice * kSliceWidth;
         char* const stored = checkpoint(head);
         if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
-          const bool moderate = head_amax < float_bits(kModerateFp16);
-          finite = store_stochastic(state, key, row.writes, first_row, reinterpret_cast<__half*>(stored) + first_row * N,
-                                    lane, moderate) && finite;
+          const bool moderate = head_amax < float_bits(65472.0f);
+          store_stochastic(state, key, row.writes, first_row, reinterpret_cast<__half*>(stored) + first_row * N, lane,
+                           moderate);
+          if (!moderate) {
+            finite = finite && is_stored_finite(reinterpret_cast<const __half*>(stored) + first_row * N, lane);
+          }
         } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
           store_nearest(state, reinterpret_cast<float*>(stored) + first_row * N, lane);
         } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
@@ -707,6 +713,9 @@ struct ReadCta {
           cast_slice<Format>(state, P, first_row, lane, copy, head_amax, head_scale, HeadUnit(head_scale),
                              floats(layout.inverse));
         }
+        slice += kWarps;
+        if (slice >= params.slices) break;
+        form_slice(k, slice, state);
       }
       if (!finite) {
         const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
@@ -889,8 +898,8 @@ struct ReadCta {
     }
   }
 
-  // All of it.
-  __device__ __forceinline__ void run() const {
+  // What precedes a group's heads.
+  __device__ __forceinline__ void begin() const {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (member == 0 && lane == 0) {
       init_barrier(barrier(), 1);
@@ -898,23 +907,32 @@ struct ReadCta {
       finish_stores_before_blocks();
     }
     __syncwarp();
-    request_group();
-    close_group();
-    if constexpr (kFolds) {
-      for (int i = tid * 16; i < 16 * problem.geometry.head_dim; i += kThreads * 16) {
-        *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
-      }
-      request_fold(head_of(0));
-      close_group();
-      prepare(load_tokens());
-      fold();
-      finish_writes_before_blocks();
-      __syncthreads();
-    } else if (!stored_before) {
+    if (!kFolds && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+    request_group();
+    close_group();
+  }
+
+  // All of it, up to the state of the heads.
+  __device__ __forceinline__ void fold() const {
+    begin();
+    for (int i = tid * 16; i < 16 * problem.geometry.head_dim; i += kThreads * 16) {
+      *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
+    }
+    request_fold(head_of(0));
+    close_group();
+    prepare(load_tokens());
+    fold_heads();
+    finish_writes_before_blocks();
+    __syncthreads();
+  }
+
+  // All of it or, if the CTA folds, what is left to do.
+  __device__ __forceinline__ void run() const {
+    if (!kFolds) begin();
     Head head(*this, team);
     const Places places(*this);
     if (team < heads) request_head(head, places);

@@ -58,8 +58,13 @@ __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_con
   const uint32_t tasks = header->num_flush * params.scan.problem.geometry.num_groups * fold_chunks(params, team_bits);
 #pragma unroll 1
   for (uint32_t task = blockIdx.x; task < tasks; task += params.flush_ctas) {
-    ReadCta<Format, Staged, true, kSingle> cta(params, shared, team_bits);
-    if (cta.take(task)) cta.run();
+    using Cta = ReadCta<Format, Staged, true, kSingle>;
+    Cta folding(params, shared, team_bits);
+    if (!folding.take(task)) continue;
+    folding.fold();
+    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
+    reading.take(task);
+    reading.run();
   }
 }
 
@@ -100,9 +105,9 @@ ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, boo
     using State = StateOperand<decltype(format)>;
     const int P = problem.geometry.head_dim;
     return ReadShared(P, problem.config.window, tokens, heads, teams, State::bytes(P), State::kColumnScales,
-                      !folds                                                  ? 0
+                      !folds                                                   ? 0
                       : problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4
-                                                                              : 2);
+                                                                               : 2);
   });
 }
 
