@@ -161,6 +161,14 @@ __device__ inline uint32_t pack_e4m3_pair(float first, float second) {
 #endif
 }
 
+// The bits of a in the mask, and those of b elsewhere: one instruction, where the compiler would mask both.
+template <uint32_t kMask>
+__device__ inline uint32_t choose_bits(uint32_t a, uint32_t b) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(a), "r"(b), "n"(kMask));
+  return bits;
+}
+
 // Codes of ratios as formats.h rounds them, in place: the bits of the ratios, with what is below a code dropped.
 template <typename Format>
 __device__ inline uint32_t nearest_pair(uint32_t ratio) {
@@ -239,17 +247,17 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     const uint32_t* const pairs = rounded + 4 * word;
-    uint32_t code[2];
+    uint32_t code[2];  // of every other column, in the upper halves of bytes
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {  // the sign and bits 9 to 11 of a number are the upper bits of its code
       const uint32_t bytes = __byte_perm(pairs[odd], pairs[2 + odd], 0x7531);
-      code[odd] = (bytes >> 1 & 0x07070707u) | (bytes >> 4 & 0x08080808u);
+      code[odd] = choose_bits<0x70707070u>(bytes << 3, bytes);
       if constexpr (Format::kLowBits) {
         const uint32_t low = bytes & 0x01010101u;  // of columns 0, 2, 4 and 6 of the word, or of 1, 3, 5 and 7
         result.low_bits |= (low | low >> 6 | low >> 12 | low >> 18) % 256 << (8 * word + odd);
       }
     }
-    words[word] = code[0] | code[1] << 4;
+    words[word] = choose_bits<0x0f0f0f0fu>(code[0] >> 4, code[1]);
   }
   result.codes = make_uint2(words[0], words[1]);
   result.scale = static_cast<uint8_t>(best >> 16);

@@ -49,21 +49,21 @@ __device__ inline void load_slice(const Stored* slice, int lane, SlicePart& stat
   });
 }
 
-// Value `index` of eight.
-template <typename Staged>
-__device__ inline float element_of(const uint4& raw, int index) {
-  const uint32_t word = index / 2 == 0 ? raw.x : index / 2 == 1 ? raw.y : index / 2 == 2 ? raw.z : raw.w;
-  const float2 pair = unpack_pair<Staged>(word);
-  return index % 2 == 0 ? pair.x : pair.y;
+// Where four columns of a record's B lie in float32: permuted among neighbours, so that the lanes of a product don't
+// meet a bank twice.
+__device__ inline int wide_piece(int record, int piece) {
+  return record * (kMaxStateDim / 4) + (piece ^ (record & 1) ^ (record & 2) << 1);
 }
 
 // add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
-// B: the newest record, those before it kStride apart.
+// B: as wide_piece has it.
 template <typename Staged>
-__device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const Staged* B,
+__device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const float* B,
                                            const float* weight, float decay, int h, int lane, uint32_t mask) {
   const int g = lane / 4, t = lane % 4;
-  const Staged* source = B + t * kStride + g / 2 * kBlock + g % 2 * 8;
+  const float4* source[2];  // the lane's first four columns, and its others
+#pragma unroll
+  for (int i = 0; i < 2; ++i) source[i] = reinterpret_cast<const float4*>(B) + wide_piece(t, g / 2 * 4 + g % 2 * 2 + i);
   x += t * x_stride, weight += t;
 #pragma unroll 1
   for (int first = 0; first < h; first += 8) {
@@ -77,24 +77,28 @@ __device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, in
     }
     split(scaled, mask, high, low);
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const uint4 columns[2] = {*reinterpret_cast<const uint4*>(source + b * 4 * kBlock),
-                                *reinterpret_cast<const uint4*>(source + b * 4 * kBlock + 4 * kStride)};
+    for (int b = 0; b < 2; ++b)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float sum[4] = {};
-        const float pair[2] = {element_of<Staged>(columns[0], j), element_of<Staged>(columns[1], j)};
-        multiply_tf32(sum, low, pair);
-        multiply_tf32(sum, high, pair);
+      for (int quad = 0; quad < 2; ++quad) {
+        const float4 of_record = source[quad][b * kMaxStateDim / 8],
+                     of_later = source[quad][b * kMaxStateDim / 8 + kMaxStateDim];  // the fourth after it
+        const float columns[4][2] = {
+            {of_record.x, of_later.x}, {of_record.y, of_later.y}, {of_record.z, of_later.z}, {of_record.w, of_later.w}};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          state[i][b][j] = fmaf(decay, state[i][b][j], sum[2 * i]);
-          state[i][b][j + 8] = fmaf(decay, state[i][b][j + 8], sum[2 * i + 1]);
+        for (int v = 0; v < 4; ++v) {
+          const int j = 4 * quad + v;
+          float sum[4] = {};
+          multiply_tf32(sum, low, columns[v]);
+          multiply_tf32(sum, high, columns[v]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            state[i][b][j] = fmaf(decay, state[i][b][j], sum[2 * i]);
+            state[i][b][j + 8] = fmaf(decay, state[i][b][j + 8], sum[2 * i + 1]);
+          }
         }
       }
-    }
     decay = 1.0f;
-    x += 8 * x_stride, weight += 8, source += 8 * kStride;
+    x += 8 * x_stride, weight += 8, source[0] += 2 * kMaxStateDim, source[1] += 2 * kMaxStateDim;
   }
 }
 

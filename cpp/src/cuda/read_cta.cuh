@@ -46,9 +46,10 @@ struct ReadShared {
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
   int x, state;                              // of each team
   int scaled;                                // of each warp: C times column scales
-  // Of CTAs that fold, until they read what they have folded: the checkpoint; x, before which lie zeros; for the maxima
-  // of columns [8][N] of each warp, [kWarps][N]; what columns are multiplied by, [N]; the maxima of warps.
-  int checkpoint, folded_x, scratch, scratch_stride, columns, inverse, warp_max;
+  // Of CTAs that fold, until they read what they have folded (and B of the history is in float32, see wide_piece): the
+  // checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of each warp, where it has the checkpoint
+  // in registers if it has but one slice; what columns are multiplied by, [N]; the maxima of warps.
+  int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
   int state_bytes, bytes;
 
   ReadShared() = default;
@@ -60,7 +61,7 @@ struct ReadShared {
         delta_stride(round_up(window, 32) | 1),  // and the heads
         x_rows((folded_size > 0 ? 0 : round_up(window, 8)) + tokens),
         new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
-        b_new(round_up(window, 8) * kStride * 2),
+        b_new(round_up(window, 8) * (folded_size > 0 ? kMaxStateDim * 4 : kStride * 2)),
         c(b_new + tokens * kStride * 2),
         zeros(std::max(c + tokens * kStride * 2,
                        folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
@@ -83,8 +84,7 @@ struct ReadShared {
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
         scratch(P != kWarps * kSliceWidth ? folded_x + (8 + window) * P * 2 : checkpoint),
         scratch_stride(P != kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
-        columns(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
-        inverse(columns + (column_scales ? kWarps * kMaxStateDim * 4 : 0)),
+        inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
         bytes(std::max(folded_size > 0 ? warp_max + kWarps * 4 : 0,
@@ -236,11 +236,8 @@ struct ReadCta {
     const Staged* const ring = b_ring() + part_column;
     Staged* const B = staged(0) + part_column;
 #pragma unroll 1
-    for (int i = part_row; i < h; i += kRowsAtOnce) {
+    for (int i = part_row; i < history; i += kRowsAtOnce) {
       request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
-    }
-    if (kFolds && part_row < round_up(h, 8) - h) {
-      *reinterpret_cast<uint4*>(B + (h + part_row) * kStride) = make_uint4(0, 0, 0, 0);
     }
     const int64_t first_token = row.first_token;
 #pragma unroll 1
@@ -615,6 +612,34 @@ struct ReadCta {
 #endif
   }
 
+  // B of the history in float32, and zeros to a multiple of 8 records.
+  __device__ void widen_history() const {
+    constexpr int kAtOnce = 4;
+    const int part = tid % kRowParts, end = round_up(h, 8);
+    const Staged* const ring = b_ring() + part * 8;
+#pragma unroll 1
+    for (int first = tid / kRowParts; first < end; first += kAtOnce * kRowsAtOnce) {
+      uint4 raw[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kRowsAtOnce;
+        raw[n] = i < h ? *reinterpret_cast<const uint4*>(ring + ring_before(i) * N) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kRowsAtOnce;
+        if (i >= end) continue;
+        float value[8];
+        Packed<Staged>::unpack(raw[n], value);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          reinterpret_cast<float4*>(shared)[wide_piece(i, 2 * part + j)] =
+              make_float4(value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]);
+        }
+      }
+    }
+  }
+
   __device__ void load_stored(int slice, SlicePart& state) const {
     const char* const slices = shared + layout.checkpoint;
     const int at = slice * kSliceWidth * N;
@@ -635,7 +660,7 @@ struct ReadCta {
     });
     if (stored_before) load_stored(slice, state);
     const int P = problem.geometry.head_dim;
-    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, staged(0),
+    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0),
                floats(layout.exponents) + k * layout.delta_stride, floats(layout.terms)[k * layout.terms_stride], h,
                lane, params.tf32_mask);
   }
@@ -672,21 +697,21 @@ struct ReadCta {
         slice -= kWarps;
       } while (slice >= first_slice);
       if constexpr (State::kColumnScales) {
-        reinterpret_cast<float4*>(shared + layout.columns)[tid] = columns;
+        __syncwarp();
+        reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride)[lane] = columns;
         of_lane_amax = larger_magnitude(larger_magnitude(columns.x, columns.y), larger_magnitude(columns.z, columns.w));
       }
       const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
       if (lane == 0) words(layout.warp_max)[warp] = of_warp;
-      finish_stores_before_blocks();
       __syncthreads();
-      if (together && k + 1 < heads) request_fold(head + 1);
-
       uint32_t head_amax = 0;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
       char* const copy = read_copy(head);
       const float head_scale = store_scales(copy, head_amax);
+      finish_stores_before_blocks();
       __syncthreads();
+      if (together && k + 1 < heads) request_fold(head + 1);
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = head_amax < infinite_from(checkpoint_format);
       slice = first_slice;
@@ -742,7 +767,8 @@ struct ReadCta {
         static_assert(N == kThreads);
         float amax = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i) amax = larger_magnitude(amax, floats(layout.columns)[i * N + tid]);
+        for (int i = 0; i < kWarps; ++i)
+          amax = larger_magnitude(amax, floats(layout.scratch + i * layout.scratch_stride)[tid]);
         const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
         copy[chunk.column_scales() + tid] = static_cast<char>(scale);
         floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
@@ -912,6 +938,7 @@ struct ReadCta {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+    if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     close_group();
   }
@@ -922,9 +949,10 @@ struct ReadCta {
     for (int i = tid * 16; i < 16 * problem.geometry.head_dim; i += kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
     }
-    request_fold(head_of(0));
     close_group();
-    prepare(load_tokens());
+    const TokenInputs inputs = load_tokens();
+    widen_history();
+    prepare(inputs);
     fold_heads();
     finish_writes_before_blocks();
     __syncthreads();
