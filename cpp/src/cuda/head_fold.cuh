@@ -19,34 +19,28 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// Of a lane: rows 2g and 2g + 1, blocks t and 4 + t.
-using SlicePart = float[2][2][kBlock];
+// Of a lane: a row's blocks t and 4 + t, and those of rows 2g and 2g + 1.
+using RowPart = float[2][kBlock];
+using SlicePart = RowPart[2];
 
-__device__ inline int block_of(int i, int t) { return 4 * i + t; }
-
-// f(row, block): the indices in a SlicePart, known at compile time.
-template <typename F>
-__device__ __forceinline__ void for_blocks(F&& f) {
-#pragma unroll
-  for (int b = 0; b < 2; ++b)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) f(i, b);
-}
+__device__ inline int column_of(int lane, int block) { return (4 * block + lane % 4) * kBlock; }
 
 // The lane's part of a checkpoint's slice.
 template <typename Stored>
 __device__ inline void load_slice(const Stored* slice, int lane, SlicePart& state) {
   constexpr int kVec = Packed<Stored>::kVec;
-  const Stored* const source = slice + lane / 4 * 2 * kMaxStateDim + lane % 4 * kBlock;
-  for_blocks([&](int i, int b) {
+  const Stored* const source = slice + lane / 4 * 2 * kMaxStateDim + column_of(lane, 0);
 #pragma unroll
-    for (int j = 0; j < kBlock; j += kVec) {
-      float value[kVec];
-      Packed<Stored>::unpack(*reinterpret_cast<const uint4*>(source + i * kMaxStateDim + b * 4 * kBlock + j), value);
+  for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) state[i][b][j + v] = value[v];
-    }
-  });
+    for (int b = 0; b < 2; ++b)
+#pragma unroll
+      for (int j = 0; j < kBlock; j += kVec) {
+        float value[kVec];
+        Packed<Stored>::unpack(*reinterpret_cast<const uint4*>(source + i * kMaxStateDim + b * 4 * kBlock + j), value);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) state[i][b][j + v] = value[v];
+      }
 }
 
 // Where four columns of a record's B lie in float32: permuted among neighbours, so that the lanes of a product don't
@@ -147,20 +141,19 @@ __device__ inline float4 column_maxima(const SlicePart& state, int lane, float4*
 
 // ---- the checkpoint ------------------------------------------------------------------------------------------------
 
-// A lane's part of a slice into a plain checkpoint, to nearest. slice: its first row.
+// A lane's part of a row into a plain checkpoint, to nearest. target: its first column.
 template <typename Stored>
-__device__ inline void store_nearest(const SlicePart& state, Stored* slice, int lane) {
+__device__ inline void store_nearest(const RowPart& row, Stored* target) {
   constexpr int kVec = Packed<Stored>::kVec;
-  Stored* const target = slice + lane / 4 * 2 * kMaxStateDim + lane % 4 * kBlock;
-  for_blocks([&](int i, int b) {
+#pragma unroll
+  for (int b = 0; b < 2; ++b)
 #pragma unroll
     for (int j = 0; j < kBlock; j += kVec) {
       float value[kVec];
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) value[v] = state[i][b][j + v];
-      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + j) = Packed<Stored>::pack(value);
+      for (int v = 0; v < kVec; ++v) value[v] = row[b][j + v];
+      *reinterpret_cast<uint4*>(target + b * 4 * kBlock + j) = Packed<Stored>::pack(value);
     }
-  });
 }
 
 // Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
@@ -173,22 +166,20 @@ __device__ __noinline__ uint4 pack_rare_draw(float4 front, float4 back, uint4 dr
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-// The same in FP16, stochastically; row: of the slice's first. moderate: all values are below 65472.
-__device__ __forceinline__ void store_stochastic(const SlicePart& state, RoundingKey key, int64_t writes, int row,
-                                                 __half* slice, int lane, bool moderate) {
-  const int first_row = 2 * (lane / 4), first_column = lane % 4 * kBlock;
-  __half* const target = slice + first_row * kMaxStateDim + first_column;
-  for_blocks([&](int i, int b) {
-    constexpr int kDraws = kBlock / kFp16PerDraw;
+// The same in FP16, stochastically; p: the row's index in the head. moderate: all values are below 65472.
+__device__ __forceinline__ void store_stochastic(const RowPart& row, RoundingKey key, int64_t writes, int p, int lane,
+                                                 __half* target, bool moderate) {
+  constexpr int kDraws = kBlock / kFp16PerDraw;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
     RandomWords drawn[kDraws];
 #pragma unroll
     for (int d = 0; d < kDraws; ++d) {
-      const int column = first_column + b * 4 * kBlock + d * kFp16PerDraw;
-      drawn[d] = rounding_words(key, row + first_row + i, column / kFp16PerDraw, writes);
+      drawn[d] = rounding_words(key, p, column_of(lane, b) / kFp16PerDraw + d, writes);
     }
 #pragma unroll
     for (int d = 0; d < kDraws; ++d) {
-      const float* const value = state[i][b] + d * kFp16PerDraw;
+      const float* const value = row[b] + d * kFp16PerDraw;
       const uint32_t (&random)[4] = drawn[d].word;
       uint32_t pair[4];
       __half2 least = halves_of(0x7c007c00u);
@@ -204,18 +195,18 @@ __device__ __forceinline__ void store_stochastic(const SlicePart& state, Roundin
                                 make_float4(value[4], value[5], value[6], value[7]),
                                 make_uint4(random[0], random[1], random[2], random[3]));
       }
-      *reinterpret_cast<uint4*>(target + i * kMaxStateDim + b * 4 * kBlock + d * kFp16PerDraw) = packed;
+      *reinterpret_cast<uint4*>(target + b * 4 * kBlock + d * kFp16PerDraw) = packed;
     }
-  });
+  }
 }
 
-// Whether what the lane has stored is finite.
-__device__ inline bool is_stored_finite(const __half* slice, int lane) {
+// Whether what the lane has stored of a row is finite.
+__device__ inline bool is_stored_finite(const __half* target) {
   bool finite = true;
 #pragma unroll 1
-  for (int piece = 0; piece < 8; ++piece) {  // of 16 bytes
-    const __half* const source = slice + (lane / 4 * 2 + piece / 4) * kMaxStateDim + piece / 2 % 2 * 4 * kBlock;
-    finite = finite && is_finite<__half>(*reinterpret_cast<const uint4*>(source + lane % 4 * kBlock + piece % 2 * 8));
+  for (int piece = 0; piece < 4; ++piece) {  // of 16 bytes
+    finite =
+        finite && is_finite<__half>(*reinterpret_cast<const uint4*>(target + piece / 2 * 4 * kBlock + piece % 2 * 8));
   }
   return finite;
 }
@@ -253,7 +244,7 @@ class Divisor {
   float divisor_, inverse_;
 };
 
-// Where a lane stores its blocks.
+// Where a lane stores the first block of a row.
 template <typename Format>
 struct BlockTarget {
   char *codes, *low_bits, *scales;
@@ -272,23 +263,29 @@ struct BlockTarget {
     }
     scales[later] = static_cast<char>(found.scale);
   }
-  __device__ void advance(int blocks) { codes += blocks * (kBlock / 2), low_bits += 2 * blocks, scales += blocks; }
 };
 
-// A lane's part of a slice, whose first row is `row`, to a head's chunk. inverse: HeadUnit::of_column of all columns,
-// in shared memory, of formats that have column scales.
+// What the casts of a head share. inverse: HeadUnit::of_column of all columns, in shared memory, of formats that have
+// column scales.
+struct HeadCast {
+  char* chunk;
+  int head_dim;
+  uint32_t amax;
+  float scale;
+  const float* inverse;
+};
+
+// A lane's part of row p of a head to its chunk. What row holds is lost.
 template <typename Format>
-__device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int lane, char* chunk, uint32_t head_amax,
-                                           float head_scale, const HeadUnit& unit, const float* inverse) {
-  constexpr int kRowBlocks = kMaxStateDim / kBlock;
-  const int t = lane % 4;
-  BlockTarget<Format> target(chunk, P, (row + lane / 4 * 2) * kRowBlocks + t);
+__device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const HeadCast& head) {
+  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + lane % 4);
   if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
-    for_blocks([&](int i, int b) {
-      float (&value)[kBlock] = state[i][b];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      float (&value)[kBlock] = row[b];
       SearchedBlock found{};
-      found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head_scale);
-      Divisor(block_step(found.scale, head_scale))(value);
+      found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head.scale);
+      Divisor(block_step(found.scale, head.scale))(value);
       uint32_t codes[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -296,71 +293,59 @@ __device__ __forceinline__ void cast_slice(SlicePart& state, int P, int row, int
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-      target.store(i * kRowBlocks + 4 * b, found);
-    });
+      target.store(4 * b, found);
+    }
   } else {
-    PairedBlock u[2][2];
+    const HeadUnit unit(head.scale);
+    PairedBlock u[2];
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
+      float (&value)[kBlock] = row[b];
       float of_column[kBlock];
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) of_column[j] = unit.inverse;
-      if constexpr (Format::kColumnScales) load_shared<kBlock>(inverse + block_of(b, t) * kBlock, of_column);
+      if constexpr (Format::kColumnScales) load_shared<kBlock>(head.inverse + column_of(lane, b), of_column);
+      if (unit.lift != 1.0f) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float (&value)[kBlock] = state[i][b];
-        if (unit.lift != 1.0f) {
+        for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
+      }
 #pragma unroll
-          for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
-        }
-#pragma unroll
-        for (int j = 0; j < kBlock / 2; ++j) {
-          const int column = j / 2 * 4 + j % 2;
-          u[i][b][j] = __floats2half2_rn(mul_rn(value[column], of_column[column]),
-                                         mul_rn(value[column + 2], of_column[column + 2]));
-        }
+      for (int j = 0; j < kBlock / 2; ++j) {
+        const int column = j / 2 * 4 + j % 2;
+        u[b][j] = __floats2half2_rn(mul_rn(value[column], of_column[column]),
+                                    mul_rn(value[column + 2], of_column[column + 2]));
       }
     }
-    const bool first_only = candidates_of(head_amax) == 1;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        SearchedBlock found = search_block<Format>(u[0][b], first_only);
-        if (!(head_scale > 0.0f)) found = SearchedBlock{};
-        target.store(4 * b, found);
-#pragma unroll
-        for (int j = 0; j < kBlock / 2; ++j) u[0][b][j] = u[1][b][j];
-      }
-      target.advance(kRowBlocks);
+    for (int b = 0; b < 2; ++b) {
+      SearchedBlock found = search_block<Format>(u[b], candidates_of(head.amax) == 1);
+      if (!(head.scale > 0.0f)) found = SearchedBlock{};
+      target.store(4 * b, found);
     }
   }
 }
 
-__device__ __forceinline__ void cast_slice_fp8(SlicePart& state, int P, int row, int lane, char* chunk) {
-  const Fp8Chunk layout{P, kMaxStateDim};
-  const int t = lane % 4;
-  row += lane / 4 * 2;
+template <>
+__device__ __forceinline__ void cast_row<Fp8>(RowPart& row, int p, int lane, const HeadCast& head) {
+  uint32_t amax = max(float_bits(larger_magnitude(row[0])), float_bits(larger_magnitude(row[1])));
+  amax = larger_of_both(larger_of_both(amax, 1), 2);
+  const float scale = fp8_row_scale(amax);
+  if (lane % 4 == 0) {
+    reinterpret_cast<float*>(head.chunk + Fp8Chunk{head.head_dim, kMaxStateDim}.row_scales())[p] = scale;
+  }
+  const Divisor divisor(scale);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t amax = max(float_bits(larger_magnitude(state[i][0])), float_bits(larger_magnitude(state[i][1])));
-    amax = larger_of_both(larger_of_both(amax, 1), 2);
-    const float scale = fp8_row_scale(amax);
-    if (t == 0) reinterpret_cast<float*>(chunk + layout.row_scales())[row + i] = scale;
-    const Divisor divisor(scale);
+  for (int b = 0; b < 2; ++b) {
+    float (&value)[kBlock] = row[b];
+    divisor(value);
+    uint32_t codes[4];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      float (&value)[kBlock] = state[i][b];
-      divisor(value);
-      uint32_t codes[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
-        codes[j] = pack_e4m3(quad);
-      }
-      reinterpret_cast<uint4*>(chunk)[(row + i) * (kMaxStateDim / kBlock) + block_of(b, t)] =
-          make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    for (int j = 0; j < 4; ++j) {
+      const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
+      codes[j] = pack_e4m3(quad);
     }
+    *reinterpret_cast<uint4*>(head.chunk + p * kMaxStateDim + column_of(lane, b)) =
+        make_uint4(codes[0], codes[1], codes[2], codes[3]);
   }
 }
 

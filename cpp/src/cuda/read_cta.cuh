@@ -654,11 +654,12 @@ struct ReadCta {
 
   // The state of a slice of the k-th head.
   __device__ __forceinline__ void form_slice(int k, int slice, SlicePart& state) const {
-    for_blocks([&](int i, int b) {
+    if (stored_before) {
+      load_stored(slice, state);
+    } else {
 #pragma unroll
-      for (int j = 0; j < kBlock; ++j) state[i][b][j] = 0.0f;
-    });
-    if (stored_before) load_stored(slice, state);
+      for (float& value : reinterpret_cast<float (&)[4 * kBlock]>(state)) value = 0.0f;
+    }
     const int P = problem.geometry.head_dim;
     fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0),
                floats(layout.exponents) + k * layout.delta_stride, floats(layout.terms)[k * layout.terms_stride], h,
@@ -691,8 +692,10 @@ struct ReadCta {
           columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
-          for_blocks(
-              [&](int i, int b) { of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[i][b])); });
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[b / 2][b % 2]));
+          }
         }
         slice -= kWarps;
       } while (slice >= first_slice);
@@ -714,29 +717,31 @@ struct ReadCta {
       if (together && k + 1 < heads) request_fold(head + 1);
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = head_amax < infinite_from(checkpoint_format);
+      const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse)};
       slice = first_slice;
       while (true) {
-        const int first_row = slice * kSliceWidth;
-        char* const stored = checkpoint(head);
-        if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
-          const bool moderate = head_amax < float_bits(65472.0f);
-          store_stochastic(state, key, row.writes, first_row, reinterpret_cast<__half*>(stored) + first_row * N, lane,
-                           moderate);
-          if (!moderate) {
-            finite = finite && is_stored_finite(reinterpret_cast<const __half*>(stored) + first_row * N, lane);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+          const int p = slice * kSliceWidth + 2 * g + i, at = p * N + column_of(lane, 0);
+          char* const stored = checkpoint(head);
+          if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
+            const bool moderate = head_amax < float_bits(65472.0f);
+            __half* const target = reinterpret_cast<__half*>(stored) + at;
+            store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
+            if (!moderate) finite = finite && is_stored_finite(target);
+          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
+            store_nearest(state[0], reinterpret_cast<float*>(stored) + at);
+          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
+            store_nearest(state[0], reinterpret_cast<__nv_bfloat16*>(stored) + at);
+          } else {
+            store_nearest(state[0], reinterpret_cast<__half*>(stored) + at);
           }
-        } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
-          store_nearest(state, reinterpret_cast<float*>(stored) + first_row * N, lane);
-        } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
-          store_nearest(state, reinterpret_cast<__nv_bfloat16*>(stored) + first_row * N, lane);
-        } else {
-          store_nearest(state, reinterpret_cast<__half*>(stored) + first_row * N, lane);
-        }
-        if constexpr (std::is_same_v<Format, Fp8>) {
-          cast_slice_fp8(state, P, first_row, lane, copy);
-        } else {
-          cast_slice<Format>(state, P, first_row, lane, copy, head_amax, head_scale, HeadUnit(head_scale),
-                             floats(layout.inverse));
+          cast_row<Format>(state[0], p, lane, cast);
+          if (i > 0) break;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
         }
         slice += kWarps;
         if (slice >= params.slices) break;
