@@ -43,21 +43,18 @@ __device__ inline void load_slice(const Stored* slice, int lane, SlicePart& stat
       }
 }
 
-// Where four columns of a record's B lie in float32: permuted among neighbours, so that the lanes of a product don't
-// meet a bank twice.
-__device__ inline int wide_piece(int record, int piece) {
-  return record * (kMaxStateDim / 4) + (piece ^ (record & 1) ^ (record & 2) << 1);
-}
+// Where B lies in float32: of records 8k + t and 8k + 4 + t, which are a lane's operand of a product, side by side, a
+// pair for each column. Rows of pairs are padded, so that lanes don't meet a bank twice. Floats.
+constexpr int kPairStride = 2 * kMaxStateDim + 4;
+__host__ __device__ constexpr int wide_size(int records) { return (records + 7) / 8 * 4 * kPairStride; }
 
 // add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
-// B: as wide_piece has it.
+// B: in float32.
 template <typename Staged>
 __device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const float* B,
                                            const float* weight, float decay, int h, int lane, uint32_t mask) {
   const int g = lane / 4, t = lane % 4;
-  const float4* source[2];  // the lane's first four columns, and its others
-#pragma unroll
-  for (int i = 0; i < 2; ++i) source[i] = reinterpret_cast<const float4*>(B) + wide_piece(t, g / 2 * 4 + g % 2 * 2 + i);
+  const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
   x += t * x_stride, weight += t;
 #pragma unroll 1
   for (int first = 0; first < h; first += 8) {
@@ -73,26 +70,23 @@ __device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, in
 #pragma unroll
     for (int b = 0; b < 2; ++b)
 #pragma unroll
-      for (int quad = 0; quad < 2; ++quad) {
-        const float4 of_record = source[quad][b * kMaxStateDim / 8],
-                     of_later = source[quad][b * kMaxStateDim / 8 + kMaxStateDim];  // the fourth after it
-        const float columns[4][2] = {
-            {of_record.x, of_later.x}, {of_record.y, of_later.y}, {of_record.z, of_later.z}, {of_record.w, of_later.w}};
+      for (int j = 0; j < 8; j += 2) {
+        const float4 both = *reinterpret_cast<const float4*>(source + 2 * (b * 4 * kBlock + j));
+        const float pair[2][2] = {{both.x, both.y}, {both.z, both.w}};
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const int j = 4 * quad + v;
+        for (int v = 0; v < 2; ++v) {
           float sum[4] = {};
-          multiply_tf32(sum, low, columns[v]);
-          multiply_tf32(sum, high, columns[v]);
+          multiply_tf32(sum, low, pair[v]);
+          multiply_tf32(sum, high, pair[v]);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            state[i][b][j] = fmaf(decay, state[i][b][j], sum[2 * i]);
-            state[i][b][j + 8] = fmaf(decay, state[i][b][j + 8], sum[2 * i + 1]);
+            state[i][b][j + v] = fmaf(decay, state[i][b][j + v], sum[2 * i]);
+            state[i][b][j + v + 8] = fmaf(decay, state[i][b][j + v + 8], sum[2 * i + 1]);
           }
         }
       }
     decay = 1.0f;
-    x += 8 * x_stride, weight += 8, source[0] += 2 * kMaxStateDim, source[1] += 2 * kMaxStateDim;
+    x += 8 * x_stride, weight += 8, source += 4 * kPairStride;
   }
 }
 

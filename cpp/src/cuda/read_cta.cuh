@@ -18,6 +18,7 @@ constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
 constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, so that the loads of two tokens meet no
                                   // bank twice
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
+constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
 
 // Division by a number that the host knows, of numbers below 2^31.
@@ -46,7 +47,7 @@ struct ReadShared {
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
   int x, state;                              // of each team
   int scaled;                                // of each warp: C times column scales
-  // Of CTAs that fold, until they read what they have folded (and B of the history is in float32, see wide_piece): the
+  // Of CTAs that fold, until they read what they have folded (and B of the history is in float32, see wide_size): the
   // checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of each warp, where it has the checkpoint
   // in registers if it has but one slice; what columns are multiplied by, [N]; the maxima of warps.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
@@ -61,13 +62,13 @@ struct ReadShared {
         delta_stride(round_up(window, 32) | 1),  // and the heads
         x_rows((folded_size > 0 ? 0 : round_up(window, 8)) + tokens),
         new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
-        b_new(round_up(window, 8) * (folded_size > 0 ? kMaxStateDim * 4 : kStride * 2)),
+        b_new(folded_size > 0 ? wide_size(window) * 4 : round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
         zeros(std::max(c + tokens * kStride * 2,
                        folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
         g(query + tokens * kQueryStride * 4),
-        g_new(g + tokens * g_stride * 4),
+        g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
         delta(barrier + (kWarps + 1) * 8),
@@ -80,11 +81,12 @@ struct ReadShared {
         x(terms + heads * terms_stride * 4),
         state(round_up(x + teams * x_rows * x_stride * 2, 128)),
         scaled(state + teams * round_up(chunk_bytes, 128)),
-        checkpoint(round_up(x, 128)),
+        checkpoint(x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
-        scratch(P != kWarps * kSliceWidth ? folded_x + (8 + window) * P * 2 : checkpoint),
+        scratch(P != kWarps * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
         scratch_stride(P != kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
-        inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride : folded_x + (8 + window) * P * 2),
+        inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride
+                                          : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
         bytes(std::max(folded_size > 0 ? warp_max + kWarps * 4 : 0,
@@ -573,7 +575,7 @@ struct ReadCta {
   // ---- folding ----
 
   // A head's checkpoint and its records of x, oldest first, before which lie zeros.
-  __device__ Staged* folded_x() const { return staged(layout.folded_x) + 8 * problem.geometry.head_dim; }
+  __device__ Staged* folded_x() const { return staged(layout.folded_x) + kZeroRows * problem.geometry.head_dim; }
   __device__ void request_fold(int head) const {
     const int P = problem.geometry.head_dim, bytes = stored_before ? problem.checkpoint_head_bytes : 0;
     const Staged* const ring =
@@ -614,27 +616,30 @@ struct ReadCta {
 
   // B of the history in float32, and zeros to a multiple of 8 records.
   __device__ void widen_history() const {
-    constexpr int kAtOnce = 4;
-    const int part = tid % kRowParts, end = round_up(h, 8);
+    constexpr int kGroups = kThreads / (4 * kRowParts), kAtOnce = 2;  // groups of 8 records
+    const int t = tid / kRowParts % 4, part = tid % kRowParts;
     const Staged* const ring = b_ring() + part * 8;
 #pragma unroll 1
-    for (int first = tid / kRowParts; first < end; first += kAtOnce * kRowsAtOnce) {
-      uint4 raw[kAtOnce];
+    for (int first = tid / (4 * kRowParts); 8 * first < h; first += kAtOnce * kGroups) {
+      uint4 raw[kAtOnce][2];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int record = 8 * (first + n * kGroups) + 4 * i + t;
+          raw[n][i] =
+              record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
+        }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const int i = first + n * kRowsAtOnce;
-        raw[n] = i < h ? *reinterpret_cast<const uint4*>(ring + ring_before(i) * N) : make_uint4(0, 0, 0, 0);
-      }
+        const int group_of_8 = first + n * kGroups;
+        if (8 * group_of_8 >= h) continue;
+        float value[2][8];
+        for (int i = 0; i < 2; ++i) Packed<Staged>::unpack(raw[n][i], value[i]);
+        float4* const target = reinterpret_cast<float4*>(floats(0) + (4 * group_of_8 + t) * kPairStride) + 4 * part;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int i = first + n * kRowsAtOnce;
-        if (i >= end) continue;
-        float value[8];
-        Packed<Staged>::unpack(raw[n], value);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          reinterpret_cast<float4*>(shared)[wide_piece(i, 2 * part + j)] =
-              make_float4(value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]);
+        for (int j = 0; j < 4; ++j) {
+          target[j] = make_float4(value[0][2 * j], value[1][2 * j], value[0][2 * j + 1], value[1][2 * j + 1]);
         }
       }
     }
@@ -951,7 +956,7 @@ struct ReadCta {
   // All of it, up to the state of the heads.
   __device__ __forceinline__ void fold() const {
     begin();
-    for (int i = tid * 16; i < 16 * problem.geometry.head_dim; i += kThreads * 16) {
+    for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
     }
     close_group();
