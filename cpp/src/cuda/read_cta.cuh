@@ -96,6 +96,7 @@ struct ReadShared {
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
+  int flush_spacing;            // of so many CTAs one folds, as a power of two
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
   int team_bits;                // 1 << team_bits warps work on a head,

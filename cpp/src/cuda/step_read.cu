@@ -43,9 +43,12 @@ template <typename Format, typename Staged, bool kSingle>
 __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   begin_early();
-  if (blockIdx.x >= params.flush_ctas) {
+  // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
+  const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
+  const bool among = before < params.flush_ctas;
+  if (!among || before << spacing != blockIdx.x) {
     ReadCta<Format, Staged, false, kSingle> cta(params, shared, params.team_bits);
-    if (cta.take(blockIdx.x - params.flush_ctas)) cta.run();
+    if (cta.take(blockIdx.x - (among ? before + 1 : params.flush_ctas))) cta.run();
     return;
   }
   const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
@@ -57,7 +60,7 @@ __global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_con
   }
   const uint32_t tasks = header->num_flush * params.scan.problem.geometry.num_groups * fold_chunks(params, team_bits);
 #pragma unroll 1
-  for (uint32_t task = blockIdx.x; task < tasks; task += params.flush_ctas) {
+  for (uint32_t task = before; task < tasks; task += params.flush_ctas) {
     using Cta = ReadCta<Format, Staged, true, kSingle>;
     Cta folding(params, shared, team_bits);
     if (!folding.take(task)) continue;
@@ -99,6 +102,8 @@ constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(int64_t row_heads) { return row_heads < 8192 ? 264 : 528; }
+
+constexpr int kFlushSpacing = 1;
 
 ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, bool folds) {
   return with_quantised(problem.config, [&](auto format) {
@@ -166,9 +171,13 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   while (folds && params.fold_team_bits > 0 && kWarps >> params.fold_team_bits < params.heads_per_group) {
     const int heads = kWarps >> (params.fold_team_bits - 1);
     const ReadShared more = lay_out(problem, scan.args.max_count, heads, heads, true);
-    if (more.bytes > std::max(kManyFoldedShared, params.folding.bytes)) break;
+    if (more.bytes > kManyFoldedShared && params.folding.bytes <= kManyFoldedShared) break;
     --params.fold_team_bits;
     params.folding = more;
+  }
+  while (params.flush_spacing < kFlushSpacing &&
+         static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
+    ++params.flush_spacing;
   }
   const int shared = std::max(params.stepping.bytes, params.folding.bytes);
   return with_quantised(problem.config, [&](auto format) {
