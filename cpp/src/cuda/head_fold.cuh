@@ -111,6 +111,7 @@ __device__ inline float4 column_maxima(const SlicePart& state, int lane, float4*
   const int g = lane / 4, t = lane % 4;
   // Pieces of four columns are permuted among neighbours, so that no lanes meet a bank twice.
   float4* const target = scratch + g * kPieces + 4 * t;
+  __syncwarp();  // before that, others may still need what lies there
 #pragma unroll
   for (int b = 0; b < 2; ++b)
 #pragma unroll
