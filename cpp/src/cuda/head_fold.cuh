@@ -152,13 +152,13 @@ __device__ inline void store_nearest(const RowPart& row, Stored* target) {
 }
 
 // Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
-__device__ __noinline__ uint4 pack_rare_draw(float4 front, float4 back, uint4 drawn) {
+__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target) {
   const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
   uint32_t pair[4];
   bool finite = true;  // is_stored_finite() looks, too
   pack_any_fp16_sr(value, random, pair, finite);
-  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // The same in FP16, stochastically; p: the row's index in the head. moderate: all values are below 65472.
@@ -184,13 +184,13 @@ __device__ __forceinline__ void store_stochastic(const RowPart& row, RoundingKey
         least = __hmin2(least, __habs2(rounded));
         pair[k] = bits_of(rounded);
       }
-      uint4 packed = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      __half* const place = target + b * 4 * kBlock + d * kFp16PerDraw;
+      *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
       if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
-        packed = pack_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
-                                make_float4(value[4], value[5], value[6], value[7]),
-                                make_uint4(random[0], random[1], random[2], random[3]));
+        store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
+                        make_float4(value[4], value[5], value[6], value[7]),
+                        make_uint4(random[0], random[1], random[2], random[3]), place);
       }
-      *reinterpret_cast<uint4*>(target + b * 4 * kBlock + d * kFp16PerDraw) = packed;
     }
   }
 }
