@@ -674,6 +674,7 @@ struct ReadCta {
 
   __device__ __forceinline__ void fold_heads() const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
+    const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
     const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
                              row_index, row.stream,        row.writes};
@@ -726,21 +727,21 @@ struct ReadCta {
       const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse)};
       slice = first_slice;
       while (true) {
+        int p = slice * kSliceWidth + 2 * g;
+        char* stored = checkpoint(head) + (p * N + column_of(lane, 0)) * stored_size;
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
-          const int p = slice * kSliceWidth + 2 * g + i, at = p * N + column_of(lane, 0);
-          char* const stored = checkpoint(head);
+        for (int i = 0; i < 2; ++i, ++p, stored += N * stored_size) {  // a loop, for the instruction cache
           if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
             const bool moderate = head_amax < float_bits(65472.0f);
-            __half* const target = reinterpret_cast<__half*>(stored) + at;
+            __half* const target = reinterpret_cast<__half*>(stored);
             store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
             if (!moderate) finite = finite && is_stored_finite(target);
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
-            store_nearest(state[0], reinterpret_cast<float*>(stored) + at);
+            store_nearest(state[0], reinterpret_cast<float*>(stored));
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
-            store_nearest(state[0], reinterpret_cast<__nv_bfloat16*>(stored) + at);
+            store_nearest(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
           } else {
-            store_nearest(state[0], reinterpret_cast<__half*>(stored) + at);
+            store_nearest(state[0], reinterpret_cast<__half*>(stored));
           }
           cast_row<Format>(state[0], p, lane, cast);
           if (i > 0) break;
