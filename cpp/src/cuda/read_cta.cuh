@@ -47,9 +47,9 @@ struct ReadShared {
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
   int x, state;                              // of each team
   int scaled;                                // of each warp: C times column scales
-  // Of CTAs that fold, until they read what they have folded (and B of the history is in float32, see wide_size): the
-  // checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of each warp, where it has the checkpoint
-  // in registers if it has but one slice; what columns are multiplied by, [N]; the maxima of warps.
+  // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
+  // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
+  // columns are multiplied by, [N]; the maxima of warps. B of the history is in float32: see wide_size().
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
   int state_bytes, bytes;
 

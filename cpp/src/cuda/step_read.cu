@@ -26,9 +26,10 @@
 //     three parts of 8 bits, which is all that they have. Column n has part n / 2 for token n mod 2. So the sum over
 //     the four lanes of a quad, formed once, is both that over blocks and that over parts. The sums over new tokens are
 //     no product: a later one may be NaN.
-//  4. Rows flagged FLUSH are the work of other CTAs, the first of the grid, a head at a time: they fold the records
-//     into the checkpoint as step_mma.cu does, in float32 in shared memory, cast it to the read copy from there, and
-//     go on as above with what they cast. Steps and flushes don't wait for each other.
+//  4. Rows flagged FLUSH are the work of other CTAs, which stand among the first of the grid, so that an SM has both
+//     kinds. Such a CTA takes as many heads of a group as keep all of them busy, up to one a warp. It prepares for all of
+//     them at once, folds one after the other into its checkpoint, as step_mma.cu does, casts it to its read copy
+//     (head_fold.cuh), and goes on as above with the copies it has stored. Steps and flushes don't wait for each other.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in read_cta.cuh.
