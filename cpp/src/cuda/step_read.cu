@@ -27,8 +27,8 @@
 //     the four lanes of a quad, formed once, is both that over blocks and that over parts. The sums over new tokens are
 //     no product: a later one may be NaN.
 //  4. Rows flagged FLUSH are the work of other CTAs, which stand among the first of the grid, so that an SM has both
-//     kinds. Such a CTA takes as many heads of a group as keep all of them busy, up to one a warp. It prepares for all of
-//     them at once, folds one after the other into its checkpoint, as step_mma.cu does, casts it to its read copy
+//     kinds. Such a CTA takes as many heads of a group as keep all of them busy, up to one a warp. It prepares for all
+//     of them at once, folds one after the other into its checkpoint, as step_mma.cu does, casts it to its read copy
 //     (head_fold.cuh), and goes on as above with the copies it has stored. Steps and flushes don't wait for each other.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
