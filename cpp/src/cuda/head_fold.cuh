@@ -311,11 +311,13 @@ __device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const He
                                     mul_rn(value[column + 2], of_column[column + 2]));
       }
     }
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      SearchedBlock found = search_block<Format>(u[b], candidates_of(head.amax) == 1);
+#pragma unroll 1
+    for (int b = 0; b < 2; ++b) {  // a loop, for the instruction cache
+      SearchedBlock found = search_block<Format>(u[0], candidates_of(head.amax) == 1);
       if (!(head.scale > 0.0f)) found = SearchedBlock{};
       target.store(4 * b, found);
+#pragma unroll
+      for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[1][j];
     }
   }
 }
