@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A CTA of the step from quantised states, and its work: see step_read.cu.
+// A CTA of the step that reads states on tensor cores, and its work: see step_read.cu.
 #pragma once
 
 #include <algorithm>
 
 #include "head_fold.cuh"
+#include "plain_operands.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kParts = 3;         // of BF16, of a weight
+// Of BF16, of the weight of a record in an output: of 8 bits cut off one after the other, or two that are rounded.
+template <typename Format>
+constexpr int kWeightParts = kIsPlain<Format> ? 2 : 3;
 constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
 constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
 constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
@@ -20,6 +23,8 @@ constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, 
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
 constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
+constexpr int kPlainTokens = 8;   // of a row of which a plain checkpoint is read
+constexpr int kSlots = 2;         // for slices of plain checkpoints, of a warp
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Quotient {
@@ -45,7 +50,7 @@ struct ReadShared {
                                              // and the decay for d
   int w;                                     // of each head, in the place of B and C, of which nothing is needed then
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
-  int x, state;                              // of each team
+  int x, state;                              // of each team; plain checkpoints: state of each warp, kSlots slices
   int scaled;                                // of each warp: C times column scales
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
@@ -54,7 +59,13 @@ struct ReadShared {
   int state_bytes, bytes;
 
   ReadShared() = default;
-  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, int folded_size)
+  // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
+  template <typename Format, typename Staged>
+  static ReadShared of(int P, int window, int tokens, int heads, int teams, int folded_size);
+
+ private:
+  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool plain,
+             int parts, int query_parts, int folded_size)
       : tokens(tokens),
         g_stride(round_up(window, 16)),
         w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
@@ -65,13 +76,13 @@ struct ReadShared {
         b_new(folded_size > 0 ? wide_size(window) * 4 : round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
         zeros(std::max(c + tokens * kStride * 2,
-                       folded_size > 0 ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
+                       folded_size > 0 ? 0 : round_up(heads * tokens * parts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
-        g(query + tokens * kQueryStride * 4),
+        g(query + query_parts * tokens * kQueryStride * 4),
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + (kWarps + 1) * 8),
+        delta(barrier + (kWarps * (plain ? kSlots : 1) + 1) * 8),
         exponents(delta + heads * delta_stride * 4),
         steps(exponents + heads * delta_stride * 4),
         rate(steps + heads * tokens * 4),
@@ -80,7 +91,7 @@ struct ReadShared {
         terms_stride(round_up(1 + tokens + tokens * tokens, 4)),
         x(terms + heads * terms_stride * 4),
         state(round_up(x + teams * x_rows * x_stride * 2, 128)),
-        scaled(state + teams * round_up(chunk_bytes, 128)),
+        scaled(state + (plain ? kWarps * kSlots : teams) * round_up(chunk_bytes, 128)),
         checkpoint(x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
         scratch(P != kWarps * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
@@ -89,9 +100,23 @@ struct ReadShared {
                                           : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
-        bytes(std::max(folded_size > 0 ? warp_max + kWarps * 4 : 0,
+        bytes(std::max(folded_size == 0 ? 0
+                       : plain          ? folded_x + (kZeroRows + window) * P * 2
+                                        : warp_max + kWarps * 4,
                        scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
 };
+
+template <typename Format, typename Staged>
+ReadShared ReadShared::of(int P, int window, int tokens, int heads, int teams, int folded_size) {
+  using State = StateOperand<Format>;
+  if constexpr (kIsPlain<Format>) {
+    return ReadShared(P, window, tokens, heads, teams, State::kSliceBytes, false, true, kWeightParts<Format>,
+                      State::template kQueryParts<Staged>, folded_size);
+  } else {
+    return ReadShared(P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false,
+                      kWeightParts<Format>, 1, folded_size);
+  }
+}
 
 struct ReadParams {
   ScanParams scan;
@@ -109,6 +134,7 @@ struct ReadParams {
     int64_t state, ring, new_x, out;  // bytes, elements
   } advance;                          // from a head to the warp's next
   ReadShared stepping, folding;
+  bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
@@ -117,12 +143,6 @@ __device__ inline char* hide_address(char* shared) {
   uint32_t address = shared_address(shared);
   asm volatile("" : "+r"(address));
   return static_cast<char*>(__cvta_shared_to_generic(address));
-}
-
-// Keeps a value in a register, where the compiler would compute it anew.
-__device__ inline int keep(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
 }
 
 // Of a group: the parts that CTAs fold, a head for each team.
@@ -134,8 +154,16 @@ __device__ inline uint32_t fold_chunks(const ReadParams& params, int team_bits) 
 template <typename Format, typename Staged, bool kFolds, bool kSingle>
 struct ReadCta {
   using State = StateOperand<Format>;
+  static constexpr bool kPlain = kIsPlain<Format>;
+  static constexpr int kParts = kWeightParts<Format>;
+  static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
   static constexpr int N = kMaxStateDim;
-  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;                 // slices
+  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;  // slices
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  static constexpr int kSlotArrivals = 1;
+#else
+  static constexpr int kSlotArrivals = 32;
+#endif
   static constexpr int kRowParts = N / 8, kRowsAtOnce = kThreads / kRowParts;  // of 16 bytes, of B and C
 
   const ReadParams& params;
@@ -182,7 +210,12 @@ struct ReadCta {
   __device__ Staged* x() const { return staged(layout.x) + team * layout.x_rows * layout.x_stride; }
   __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
-  __device__ Barrier* fold_barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps; }
+  __device__ Barrier* slot_barrier(int slot) const {
+    return reinterpret_cast<Barrier*>(shared + layout.barrier) + warp * kSlots + slot;
+  }
+  __device__ Barrier* fold_barrier() const {
+    return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps * (kPlain ? kSlots : 1);
+  }
   __device__ int head_of(int k) const { return group * params.heads_per_group + group_head + k; }
   __device__ int ring_before(int record) const {  // of the record-th newest
     const int position = row.ring_row - 1 - record;
@@ -267,6 +300,9 @@ struct ReadCta {
     }
   }
 
+  // The lane's first row of a slice's outputs: of plain states it has rows 2t, 2t + 1, 2t + 8, 2t + 9 of token g.
+  __device__ int output_row() const { return kPlain ? 2 * t : g + t / 2 * 8; }
+
   // Where the team's head lies in global memory, as a lane sees it.
   struct Head {
     const char* state;    // what steps read
@@ -284,7 +320,7 @@ struct ReadCta {
       new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
               head * args.x.stride[1] + cta.x_column;
       out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
-            cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8;
+            cta.first_slice * kSliceWidth + cta.output_row();
     }
     __device__ void advance(const ReadParams& params) {  // where warps have a head each
       state += params.advance.state;
@@ -309,26 +345,31 @@ struct ReadCta {
       const int lane = cta.lane, chunk = layout.state + cta.team * layout.state_bytes;
       const int x_rows = layout.x + cta.team * layout.x_rows * layout.x_stride * 2;
       const int new_rows = x_rows + layout.new_x_row * layout.x_stride * 2;
-      const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
-                copy = cta.warp * layout.tokens;
       x = keep(x_rows + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(new_rows + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
-      this->chunk = keep(chunk);
-      head_scale = keep(chunk + cta.params.state_bytes - 16);
-      column_scales = keep(head_scale - N + column);
-      query = keep(layout.query + 8 * lane);
-      scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
-      operand = keep(cta.query_at(0));
+      if constexpr (!kPlain) {
+        const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
+                  copy = cta.warp * layout.tokens;
+        this->chunk = keep(chunk);
+        head_scale = keep(chunk + cta.params.state_bytes - 16);
+        column_scales = keep(head_scale - N + column);
+        query = keep(layout.query + 8 * lane);
+        scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
+        operand = keep(cta.query_at(0));
+      }
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
       history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
-      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8));
+      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
+
+  // Whether what steps read has been stored.
+  __device__ bool has_state() const { return kFolds || stored_before; }
 
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
     const int P = problem.geometry.head_dim;
-    if (kFolds || stored_before) request_state(head.state);  // else it is zero
+    if (!kPlain && has_state()) request_state(head.state);  // else it is zero, or comes slice by slice
     Staged* target = staged(places.x);
     int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
@@ -363,8 +404,76 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (kFolds || stored_before) await(barrier(), parity);
+    if (!kPlain && has_state()) await(barrier(), parity);
 #endif
+  }
+
+  // The slices of a plain checkpoint that a warp reads, head after head, through a ring of slots: what has been read
+  // makes room for the next.
+  struct Slices {
+    const char* next;      // to request
+    int gap;               // bytes between the warp's slices of two heads
+    int left, of_head;     // to request: in all; of the head of `next`
+    int own;               // of a head
+    int places, barriers;  // of the slots, bytes in shared memory
+    int slot;              // to be read
+    uint32_t parity;       // of how often it was read
+
+    Slices() = default;
+    __device__ Slices(const ReadCta& cta, const Head& head) : own(keep(max(cta.own_slices, 0))), slot(0), parity(0) {
+      next = head.state + cta.first_slice * kSliceBytes;
+      gap = keep(static_cast<int>(cta.params.advance.state) - own * kSliceBytes);
+      const int heads = cta.team >= cta.heads ? 0
+                        : cta.team_bits > 0   ? 1
+                                              : (cta.heads - cta.team + kWarps - 1) / kWarps;
+      left = cta.has_state() ? heads * own : 0;
+      of_head = own;
+      places = keep(cta.layout.state + cta.warp * kSlots * kSliceBytes);
+      barriers = keep(cta.layout.barrier + cta.warp * kSlots * 8);
+    }
+  };
+  __device__ char* slot_of(const Slices& slices, int index) const {
+    return shared + slices.places + index * kSliceBytes;
+  }
+  __device__ Barrier* barrier_of(const Slices& slices, int index) const {
+    return reinterpret_cast<Barrier*>(shared + slices.barriers) + index;
+  }
+  __device__ void request_slice(Slices& slices, int index) const {
+    if (slices.left == 0) return;
+    char* const target = slot_of(slices, index);
+    Barrier* const barrier = barrier_of(slices, index);
+#if __CUDA_ARCH__ >= 900
+    if (elect_lane()) {
+      arrive_expecting(barrier, kSliceBytes);
+      request_block(target, slices.next, kSliceBytes, barrier);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < kSliceBytes; i += 512) request_16_bytes(target + i + 16 * lane, slices.next + i + 16 * lane);
+    arrive_with_requests(barrier);
+#endif
+    slices.next += kSliceBytes, --slices.left;
+    if (--slices.of_head == 0) slices.of_head = slices.own, slices.next += slices.gap;
+  }
+  __device__ void begin_slices(Slices& slices) const {
+    if (!has_state()) {
+      for (int i = 16 * lane; i < kSlots * kSliceBytes; i += 512) {
+        *reinterpret_cast<uint4*>(slot_of(slices, 0) + i) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) request_slice(slices, i);
+  }
+  // For a whole warp: the next slice, in registers.
+  template <typename Places>
+  __device__ State take_slice(Slices& slices, const Places& places) const {
+    if (has_state()) await(barrier_of(slices, slices.slot), slices.parity);
+    const State state(slot_of(slices, slices.slot), places);
+    __syncwarp();
+    request_slice(slices, slices.slot);
+    if (++slices.slot == kSlots) slices.slot = 0, slices.parity ^= 1;
+    return state;
   }
 
   // The new x into the ring.
@@ -380,13 +489,26 @@ struct ReadCta {
 
   // ---- what all heads share ----
 
-  // C in FP16, by warps from the last on.
+  // C in FP16, or in BF16 for states of this type, by warps from the last on.
   __device__ void form_query() const {
 #pragma unroll 1
     for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
       const Staged* const token = staged(layout.c) + s * kStride;
       float value[4];
       load_shared<4>(token + lane * 4, value);
+      uint32_t* const query = words(layout.query) + s * kQueryStride;
+      if constexpr (std::is_same_v<Format, __nv_bfloat16>) {
+        if (lane == 0) floats(layout.query_scale)[s] = 1.0f;
+#pragma unroll
+        for (int part = 0; part < State::template kQueryParts<Staged>; ++part) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            query[part * layout.tokens * kQueryStride + State::query_word(2 * lane + i)] =
+                take_part(value[2 * i], value[2 * i + 1]);
+          }
+        }
+        continue;
+      }
       uint32_t amax = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
@@ -394,12 +516,19 @@ struct ReadCta {
       const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
       const float scale = bits_float((268 - exponent) << 23);
       if (lane == 0) floats(layout.query_scale)[s] = bits_float((exponent - 14) << 23) * State::kUnit;
-      uint32_t* const query = words(layout.query) + s * kQueryStride;
+      if constexpr (kPlain) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
-        query[index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
-            static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
+        for (int i = 0; i < 2; ++i) {
+          query[State::query_word(2 * lane + i)] = pack_pair<__half>(value[2 * i] * scale, value[2 * i + 1] * scale);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
+          query[index / 4 * 16 + owner * 4 + index % 4] =
+              pack_pair<__half>(static_cast<float>(token[column]) * scale,
+                                static_cast<float>(token[column + State::kColumnStep]) * scale);
+        }
       }
     }
   }
@@ -536,8 +665,9 @@ struct ReadCta {
           float rest = __fmul_rn(weight, *product);
 #pragma unroll
           for (int part = 0; part < kParts; ++part, target += layout.w_stride) {
-            *target = static_cast<uint16_t>(float_bits(rest) >> 16);
-            rest = __fsub_rn(rest, upper_half(rest));
+            const float taken = kPlain ? __bfloat162float(__float2bfloat16_rn(rest)) : upper_half(rest);
+            *target = static_cast<uint16_t>(float_bits(taken) >> 16);
+            rest = __fsub_rn(rest, taken);
           }
         }
       }
@@ -649,7 +779,9 @@ struct ReadCta {
   __device__ void load_stored(int slice, SlicePart& state) const {
     const char* const slices = shared + layout.checkpoint;
     const int at = slice * kSliceWidth * N;
-    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+    if constexpr (kPlain) {
+      load_slice(reinterpret_cast<const Format*>(slices) + at, lane, state);
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
       load_slice(reinterpret_cast<const float*>(slices) + at, lane, state);
     } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
       load_slice(reinterpret_cast<const __nv_bfloat16*>(slices) + at, lane, state);
@@ -672,6 +804,63 @@ struct ReadCta {
                lane, params.tf32_mask);
   }
 
+  // Plain checkpoints, of which steps read what is stored.
+  __device__ __forceinline__ void fold_plain_heads() const {
+    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
+    const bool stochastic = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR;
+    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+                             row_index, row.stream,        row.writes};
+    const RoundingKey keys = of_lane.key();  // of the lane-th head
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const int head = head_of(k);
+      const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
+      bool finite = true;
+      await_fold(k % 2);
+#pragma unroll 1
+      for (int slice = min(warp, params.slices - 1);;) {  // a warp that has none does the last one too: the same bits
+        SlicePart state;
+        form_slice(k, slice, state);
+        if (together && k + 1 < heads) {
+          __syncthreads();
+          request_fold(head + 1);
+        }
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+          const int p = slice * kSliceWidth + 2 * g + i;
+          Format* const target = reinterpret_cast<Format*>(checkpoint(head)) + p * N + column_of(lane, 0);
+          const float amax = larger_magnitude(larger_magnitude(state[0][0]), larger_magnitude(state[0][1]));
+          if (std::is_same_v<Format, __half> && stochastic) {
+            const bool moderate = amax < 65472.0f;
+            if constexpr (std::is_same_v<Format, __half>) {
+              store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
+              if (!moderate) finite = finite && is_stored_finite(target);
+            }
+          } else {
+            store_nearest(state[0], target);
+            finite = finite && float_bits(amax) < infinite_from(problem.config.checkpoint);
+          }
+          if (i > 0) break;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+        }
+        slice += kWarps;
+        if (slice >= params.slices) break;
+      }
+      if (!finite) {
+        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+        owner.report_not_finite();
+      }
+      if (!together && k + 1 < heads) {
+        __syncthreads();
+        request_fold(head + 1);
+      }
+    }
+  }
+
+  // With a read copy, of which steps read what is cast.
   __device__ __forceinline__ void fold_heads() const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
@@ -805,10 +994,17 @@ struct ReadCta {
   }
   // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
   __device__ int history_at(int tile) const {
-    const int record = 16 * tile + lane / 16 * 8 + lane % 8;
+    const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
     return (record < history ? static_cast<int>(reinterpret_cast<char*>(x()) - shared) + record * layout.x_stride * 2
                              : layout.zeros) +
-           2 * (first_slice * kSliceWidth + lane / 8 % 2 * 8);
+           2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
+  }
+
+  // The lane's row of the new tokens, for ldmatrix; zeros where there is none.
+  __device__ int new_tokens_at() const {
+    const int token = lane / 8 % 2 * 8 + lane % 8, at = layout.x + team * layout.x_rows * layout.x_stride * 2;
+    return (token < T ? at + (layout.new_x_row + token) * layout.x_stride * 2 : layout.zeros) +
+           2 * (first_slice * kSliceWidth + lane / 16 * 8);
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
@@ -936,16 +1132,149 @@ struct ReadCta {
     }
   }
 
+  // The same from slices of a plain checkpoint, of rows of up to kPlainTokens: a lane has four rows of token g.
+  __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
+                                             Slices& slices) const {
+    constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
+    const int tiles = (history + 15) / 16;
+    const float* const terms = floats(terms_at);
+    const float decay = kFolds ? 1.0f : terms[0];
+    const typename State::Places of_state(lane);
+
+    // What all slices take, of the lane's token. Rows 0 to 7 of a product's first operand are the tokens' first parts
+    // of weights, rows 8 to 15 their second.
+    const int own = kSingle ? 0 : min(g, T - 1);
+    auto weights_of = [&](int tile) {
+      const int stride = layout.w_stride / 2;
+      const uint32_t* source = words(layout.w) + (k * layout.tokens + own) * kParts * stride + 8 * tile + t;
+      return make_uint4(source[0], source[stride], source[4], source[stride + 4]);
+    };
+    uint4 query[kQueryParts][State::kQueries], weights[2] = {};
+#pragma unroll
+    for (int part = 0; part < kQueryParts; ++part)
+#pragma unroll
+      for (int i = 0; i < State::kQueries; ++i) {
+        const int at = layout.query + (part * layout.tokens + own) * kQueryStride * 4;
+        query[part][i] = *reinterpret_cast<const uint4*>(shared + at + 64 * i + 16 * t);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < tiles) weights[i] = weights_of(i);
+    }
+    const float factor = decay * floats(layout.query_scale)[own], since = terms[1 + own];
+    const float* const u = terms + 1 + layout.tokens + own;
+    const float own_u = u[own * layout.tokens];
+    uint4 weights_before = {};  // of new tokens before it
+    if (!kSingle) {
+      float rest[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) rest[i] = 2 * t + i < own ? u[(2 * t + i) * layout.tokens] : 0.0f;
+      weights_before.x = pack_pair<__nv_bfloat16>(rest[0], rest[1]);
+      const float2 taken = unpack_pair<__nv_bfloat16>(weights_before.x);
+      weights_before.y = pack_pair<__nv_bfloat16>(__fsub_rn(rest[0], taken.x), __fsub_rn(rest[1], taken.y));
+    }
+    auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
+#pragma unroll
+      for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          multiply_pairs<__nv_bfloat16>(sum[half], weight.x, weight.y, weight.z, weight.w, x.part[part][2 * half],
+                                        x.part[part][2 * half + 1]);
+        }
+    };
+    auto sum_of = [](const float (&sum)[2][4], int i) { return __fadd_rn(sum[i / 2][i % 2], sum[i / 2][2 + i % 2]); };
+
+    int history_x[2] = {places.history_x[0], places.history_x[1]};
+    int tokens_x = kSingle ? 0 : new_tokens_at();
+    const Staged *new_x = staged(places.out_x), *own_x = new_x + own * layout.x_stride;
+    Staged* out = head_out + own * args.out.stride[0];
+
+#pragma unroll 1
+    for (int slice = 0; slice < slices.own; ++slice) {
+      const State state = take_slice(slices, of_state);
+      float past[2][4] = {};
+      typename State::Sums sum = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], past);
+      }
+#pragma unroll 1
+      for (int i = 2; i < tiles; ++i) {
+        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), weights_of(i), past);
+      }
+#pragma unroll
+      for (int part = kQueryParts - 1; part >= 0; --part) {
+        state.multiply([&](int i) { return query[part][i]; }, sum);
+      }
+      float value[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        value[i] = __fmul_rn(fmaf(State::value(sum, i), factor, sum_of(past, i)), since);
+      }
+      if (!kSingle && T > 1) {
+        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
+        // these are added apart.
+        float before[2][4] = {};
+        uint32_t x[4];
+        load_transposed(x, staged(tokens_x));
+        add(HistoryOperand<Staged>(x), weights_before, before);
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(sum_of(before, i));
+        finite = __all_sync(~0u, finite);
+        if (!finite) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[i] &= (is_finite<Staged>(x[i] & 0xffffu) ? 0xffffu : 0u) |
+                    (is_finite<Staged>(x[i] & 0xffff0000u) ? 0xffff0000u : 0u);
+            before[i / 2][i % 2] = before[i / 2][i % 2 + 2] = 0.0f;
+          }
+          add(HistoryOperand<Staged>(x), weights_before, before);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (own > 0) value[i] = __fadd_rn(value[i], sum_of(before, i));
+        }
+#pragma unroll 1
+        for (int r = 0; !finite && r < own; ++r) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            const float left_out = static_cast<float>(new_x[r * layout.x_stride + i / 2 * 8 + i % 2]);
+            if (!isfinite(left_out)) value[i] = fmaf(u[r * layout.tokens], left_out, value[i]);
+          }
+        }
+      }
+      const float2 upper = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x)),
+                   lower = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x + 8));
+      value[0] = fmaf(own_u, upper.x, value[0]), value[1] = fmaf(own_u, upper.y, value[1]);
+      value[2] = fmaf(own_u, lower.x, value[2]), value[3] = fmaf(own_u, lower.y, value[3]);
+      if (g < T) {
+        if (params.paired) {
+          *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
+          *reinterpret_cast<uint32_t*>(out + 8) = pack_pair<Staged>(value[2], value[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
+        }
+      }
+      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
+      new_x += kSliceWidth, own_x += kSliceWidth, out += kSliceWidth;
+    }
+  }
+
+  // What can be done before anything is known.
+  __device__ __forceinline__ void set_up() const {
+    if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
+    if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
+    if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
+    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1);
+    finish_stores_before_blocks();
+    __syncwarp();
+  }
+
   // What precedes a group's heads.
   __device__ __forceinline__ void begin() const {
-    if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
-    if (member == 0 && lane == 0) {
-      init_barrier(barrier(), 1);
-      if (kFolds && team == 0) init_barrier(fold_barrier(), 1);
-      finish_stores_before_blocks();
-    }
-    __syncwarp();
-    if (!kFolds && !stored_before) {
+    if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
@@ -957,6 +1286,7 @@ struct ReadCta {
 
   // All of it, up to the state of the heads.
   __device__ __forceinline__ void fold() const {
+    set_up();
     begin();
     for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
@@ -965,7 +1295,11 @@ struct ReadCta {
     const TokenInputs inputs = load_tokens();
     widen_history();
     prepare(inputs);
-    fold_heads();
+    if constexpr (kPlain) {
+      fold_plain_heads();
+    } else {
+      fold_heads();
+    }
     finish_writes_before_blocks();
     __syncthreads();
   }
@@ -975,6 +1309,11 @@ struct ReadCta {
     if (!kFolds) begin();
     Head head(*this, team);
     const Places places(*this);
+    Slices slices;
+    if constexpr (kPlain) {
+      slices = Slices(*this, head);
+      begin_slices(slices);
+    }
     if (team < heads) request_head(head, places);
     close_group();
     if constexpr (!kFolds) {
@@ -991,7 +1330,11 @@ struct ReadCta {
         __syncwarp();
       }
       append_x(head, places);
-      read_head(k, places, terms, head.out);
+      if constexpr (kPlain) {
+        read_plain(k, places, terms, head.out, slices);
+      } else {
+        read_head(k, places, terms, head.out);
+      }
       terms += kWarps * 4 * layout.terms_stride;
       if (kFolds || team_bits > 0 || k + kWarps >= heads) break;
       head.advance(params);
@@ -1002,8 +1345,9 @@ struct ReadCta {
     }
     if constexpr (kFolds) {  // the next task makes them anew
       __syncthreads();
+      if (kPlain && lane < kSlots) end_barrier(slot_barrier(lane));
       if (member == 0 && lane == 0) {
-        end_barrier(barrier());
+        if (!kPlain) end_barrier(barrier());
         if (team == 0) end_barrier(fold_barrier());
       }
       __syncthreads();
