@@ -1055,6 +1055,9 @@ struct ReadCta {
         }
         out[pair] = head_out + s * args.out.stride[0];
       }
+      int own_x_at[kTokens];  // elements from the first token
+#pragma unroll
+      for (int r = 0; r < kTokens; ++r) own_x_at[r] = kSingle ? 0 : keep(min(first + r, T - 1) * layout.x_stride);
       uint4 only_query[kProducts / 2];
       uint32_t only_weights[2][2];
       if (kSingle) {
@@ -1101,7 +1104,9 @@ struct ReadCta {
         const State codes(source);
         multiply_state<kPairs>(codes, query_operand, sum);
 
-        const float own_x = static_cast<float>(*new_x);
+        float own_x[kTokens];
+#pragma unroll
+        for (int r = 0; r < kTokens; ++r) own_x[r] = static_cast<float>(new_x[own_x_at[r]]);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
           float products[4];
@@ -1118,8 +1123,7 @@ struct ReadCta {
 #pragma unroll
           for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
             if (r == 2 * pair + 1 && !odd) continue;
-            const float x = kSingle ? own_x : static_cast<float>(new_x[min(first + r, T - 1) * layout.x_stride]);
-            value = fmaf(u[pair][r], x, value);
+            value = fmaf(u[pair][r], own_x[r], value);
           }
           if (kSingle ? !odd : s < T) store_scalar(out[pair], kDtypeOf<Staged>, 0, value);
           out[pair] += kSliceWidth;
