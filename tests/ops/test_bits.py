@@ -12,14 +12,16 @@ COPY = {"checkpoint": "fp16", "read_copy": "nvfp4"}
 CASES = [
     (SUPER_TP8, "bf16", {}),
     (NANO_TP8, "fp16", {}),
+    (SUPER_TP8, "bf16", {"checkpoint": "fp16", "window": 16}),
+    (NANO_TP8, "fp16", {"checkpoint": "bf16", "window": 16}),
     (GENERIC, "bf16", {}),
     (SMALL, "fp32", {}),
     (MambaGeometry(num_heads=6, head_dim=48, num_groups=1, state_dim=128), "bf16", COPY),
 ]
 
 
-def stack_of(geometry, activation, device, **config):
-    return Stack(geometry, ReplayConfig(window=8, max_step_tokens=4, activation=activation, **config), device=device)
+def stack_of(geometry, activation, device, window=8, **config):
+    return Stack(geometry, ReplayConfig(window, max_step_tokens=4, activation=activation, **config), device=device)
 
 
 def solo(stack, seed, schedule):

@@ -241,7 +241,7 @@ def test_fused_and_separate_flushes_round_alike(geometry, activation):
     """fp16_sr: step folds in its own kernel or, told so, reads what flush left: outputs and memory, bit for bit."""
     weights, results = Weights.random(geometry, CUDA), []
     for separate in (False, True):
-        pool = StatePool(geometry, config_of("fp16_sr", "none", 4, 2, activation), 2, 1, CUDA)
+        pool = StatePool(geometry, config_of("fp16_sr", "none", 8, 2, activation), 2, 1, CUDA)
         pool.data.fill_(0xFF)
         pool.reset([0, 1], streams=[5, 6])
         outputs = []
@@ -254,22 +254,24 @@ def test_fused_and_separate_flushes_round_alike(geometry, activation):
                 out = ops.step(pool, 0, plan, *tokens, *weights)
             pool.commit(plan)
             outputs.append(out)
-        assert pool.stats()["flushes"] == 6
+        assert pool.stats()["flushes"] == 3
         results.append((torch.cat(outputs), pool.data))
     assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
 
-def test_rows_of_the_largest_batches_have_the_bits_of_small_ones():
-    """In batches of this size a warp reads the copies of several heads in turn. All rows flush once."""
-    geometry = MambaGeometry(num_heads=8, head_dim=16, num_groups=1, state_dim=128)
-    picked = [0, 2049, 4099]
+@pytest.mark.parametrize("checkpoint, head_dim, rows", [("fp16", 16, 4100), ("fp16_sr", 64, 200), ("fp32", 80, 140)])
+def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, head_dim, rows):
+    """In batches of this size a warp reads the copies of several heads in turn, and a CTA folds several. All rows flush
+    once."""
+    geometry = MambaGeometry(num_heads=12, head_dim=head_dim, num_groups=2, state_dim=128)
+    picked = [0, rows // 2, rows - 1]
     weights = Weights.random(geometry, CUDA)
-    pools = [StatePool(geometry, config_of("fp16", "nvfp4", 3, 1, "bf16"), rows, 1, CUDA) for rows in (4100, 3)]
-    for pool in pools:
+    pools = [StatePool(geometry, config_of(checkpoint, "nvfp4", 3, 1, "bf16"), size, 1, CUDA) for size in (rows, 3)]
+    for pool, streams in zip(pools, (list(range(rows)), picked), strict=True):
         pool.data.fill_(0xFF)
-        pool.reset(list(range(pool.num_slots)))
+        pool.reset(list(range(pool.num_slots)), streams=streams)
     for cycle in range(5):
-        tokens = random_tokens(geometry, torch.bfloat16, 4100, CUDA, seed=cycle)
+        tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA, seed=cycle)
         outputs = []
         for pool, mine in zip(pools, (tokens, [tensor[picked] for tensor in tokens]), strict=True):
             plan = pool.plan(list(range(pool.num_slots)))

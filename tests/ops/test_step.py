@@ -102,6 +102,7 @@ def test_two_thousand_steps_of_the_tuned_kernels(device, head_dim, activation):
     [
         (SUPER_TP8, "bf16", "fp32"),
         (SUPER_TP8, "fp16", "fp16"),
+        (NANO_TP8, "bf16", "fp16"),
         (NANO_TP8, "bf16", "fp32"),  # A04: head_dim 80, rows 64..79 included
         (NANO_TP8, "fp16", "fp32"),
         (SUPER, "bf16", "fp32"),
@@ -221,6 +222,34 @@ def test_fp16_checkpoint_keeps_its_accuracy(device):
     outputs = array(torch.cat(outputs))
     for block in range(0, 500, 100):
         assert oracle.relative_error(outputs[block : block + 100], expected[block : block + 100]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "checkpoint, activation", [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16"), ("bf16", "fp16")]
+)
+@pytest.mark.parametrize("head_dim, heads", [(64, 2), (80, 1), (16, 5)])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.filterwarnings('ignore:checkpoint "bf16"')
+def test_steps_read_every_value_of_16_bits(device, checkpoint, activation, head_dim, heads, tokens):
+    """With steps of size 0 an output is S C, and C picks a column: the stored value, rounded to the activations."""
+    geometry = MambaGeometry(heads, head_dim, 1, 128)
+    config = ReplayConfig(window=32, max_step_tokens=tokens, checkpoint=checkpoint, activation=activation)
+    pool, weights = StatePool(geometry, config, 1, 1, device), Weights.random(geometry, device)
+    stored = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[checkpoint])
+    generator = torch.Generator().manual_seed(heads)
+    states = torch.randn((1, heads, head_dim, 128), generator=generator).to(stored).float()
+    pool.reset(0)
+    pool.restore(0, 0, states.to(device), torch.zeros((1, 3, geometry.conv_channels), device=device))
+    for first in range(0, 128, tokens):
+        inputs = random_tokens(geometry, pool.activation, tokens, device)
+        C = torch.zeros_like(inputs.C)
+        picked = torch.arange(first, first + tokens, device=device) % 128
+        C[torch.arange(tokens), 0, picked] = 1.0
+        plan = pool.plan(0, tokens)
+        inputs = inputs._replace(x=torch.zeros_like(inputs.x), C=C)
+        out = ops.step(pool, 0, plan, *inputs, *weights, dt_limit=(0.0, 0.0))
+        pool.commit(plan, 0)
+        assert torch.equal(out, states[0, :, :, picked.cpu()].permute(2, 0, 1).to(pool.activation).to(device))
 
 
 def test_bf16_checkpoint_works_but_warns(device):
@@ -353,7 +382,7 @@ def test_flush_then_step_is_step(device, geometry, activation, checkpoint):
 
     So with a fp16 checkpoint the outputs of a flushing step read what was stored, not what was accumulated.
     """
-    config = ReplayConfig(window=4, max_step_tokens=2, checkpoint=checkpoint, activation=activation)
+    config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, activation=activation)
     weights = Weights.random(geometry, device)
     pools = [StatePool(geometry, config, 3, 1, device) for _ in range(2)]
     for pool in pools:

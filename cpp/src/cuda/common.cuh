@@ -99,13 +99,21 @@ replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t
   return launch(op, true, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
 }
 
-// Of a kernel launched early: lets the next one begin, if that was launched early too, and waits for the one before.
-// Comes before any access to global memory.
-__device__ inline void begin_early() {
+// Of a kernel launched early: lets the next one begin, if that was launched early too; waits for the one before, which
+// comes before any access to global memory.
+__device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+__device__ inline void begin_early() {
+  let_next_begin();
+  await_previous();
 }
 
 // Brings a kernel's code into the current context (modules load lazily otherwise).

@@ -161,6 +161,14 @@ __device__ inline uint32_t pack_e4m3_pair(float first, float second) {
 #endif
 }
 
+// The bits of a in the mask, and those of b elsewhere: one instruction, where the compiler would mask both.
+template <uint32_t kMask>
+__device__ inline uint32_t choose_bits(uint32_t a, uint32_t b) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(a), "r"(b), "n"(kMask));
+  return bits;
+}
+
 // Codes of ratios as formats.h rounds them, in place: the bits of the ratios, with what is below a code dropped.
 template <typename Format>
 __device__ inline uint32_t nearest_pair(uint32_t ratio) {
@@ -179,7 +187,7 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
   const float amax = fmaxf(__low2float(both), __high2float(both));
   uint32_t code[2];
   __half2 inverse[2];
-  float scale[4];
+  float scale[kCandidates];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     code[i] = pack_e4m3_pair(mul_rn(amax, Format::share(2 * i)), mul_rn(amax, Format::share(2 * i + 1)));
@@ -191,16 +199,13 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
     for (int k = 0; k < 2; ++k) asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_scale[k]) : "f"(scale[2 * i + k]));
     inverse[i] = __hmul2_rn(__floats2half2_rn(of_scale[0], of_scale[1]), __float2half2_rn(0x1p-5f));
   }
-  uint32_t best = 0;  // the candidate's inverse, its code above
-  float least = 0.0f;
+  __half2 sum[kCandidates];  // side by side: one sum alone is a chain of operations that wait for each other
 #pragma unroll
-  for (int candidate = 0; candidate < kCandidates; ++candidate) {
-    const __half2 pair = inverse[candidate / 2];
-    const __half2 of_scale = candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair);
-    __half2 sum = __float2half2_rn(0.0f);
+  for (int i = 0; i < kBlock / 2; ++i)
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) {
-      const __half2 ratio = __hmul2_rn(u[i], of_scale);
+    for (int candidate = 0; candidate < kCandidates; ++candidate) {
+      const __half2 pair = inverse[candidate / 2];
+      const __half2 ratio = __hmul2_rn(u[i], candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair));
       __half2 distance;
       if constexpr (Format::kLowBits) {  // saturates: without the sign
         const __half2 magnitude = __habs2(ratio);
@@ -209,11 +214,16 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
         distance = __hsub2_rn(ratio, halves_of(nearest_pair<Format>(bits_of(ratio))));
       }
       distance = __hmul2_rn(distance, __float2half2_rn(16384.0f));
-      sum = __hfma2(distance, distance, sum);
+      sum[candidate] = __hfma2(distance, distance, i == 0 ? __float2half2_rn(0.0f) : sum[candidate]);
     }
+  uint32_t best = 0;  // the candidate's inverse, its code above
+  float least = 0.0f;
+#pragma unroll
+  for (int candidate = 0; candidate < kCandidates; ++candidate) {
     const float s = scale[candidate];
-    const float error = mul_rn(mul_rn(add_rn(__low2float(sum), __high2float(sum)), s), s);
-    const uint32_t tried = __byte_perm(bits_of(pair), code[candidate / 2], candidate % 2 == 0 ? 0x0410 : 0x0532);
+    const float error = mul_rn(mul_rn(add_rn(__low2float(sum[candidate]), __high2float(sum[candidate])), s), s);
+    const uint32_t tried =
+        __byte_perm(bits_of(inverse[candidate / 2]), code[candidate / 2], candidate % 2 == 0 ? 0x0410 : 0x0532);
     if (candidate == 0) {
       best = tried, least = first_only ? 0.0f : error;
     } else if (error < least) {
@@ -237,17 +247,17 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     const uint32_t* const pairs = rounded + 4 * word;
-    uint32_t code[2];
+    uint32_t code[2];  // of every other column, in the upper halves of bytes
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {  // the sign and bits 9 to 11 of a number are the upper bits of its code
       const uint32_t bytes = __byte_perm(pairs[odd], pairs[2 + odd], 0x7531);
-      code[odd] = (bytes >> 1 & 0x07070707u) | (bytes >> 4 & 0x08080808u);
+      code[odd] = choose_bits<0x70707070u>(bytes << 3, bytes);
       if constexpr (Format::kLowBits) {
         const uint32_t low = bytes & 0x01010101u;  // of columns 0, 2, 4 and 6 of the word, or of 1, 3, 5 and 7
         result.low_bits |= (low | low >> 6 | low >> 12 | low >> 18) % 256 << (8 * word + odd);
       }
     }
-    words[word] = code[0] | code[1] << 4;
+    words[word] = choose_bits<0x0f0f0f0fu>(code[0] >> 4, code[1]);
   }
   result.codes = make_uint2(words[0], words[1]);
   result.scale = static_cast<uint8_t>(best >> 16);
@@ -277,8 +287,8 @@ __device__ inline __half2 pack_common_fp16_sr(float first, float second, uint32_
 #else
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
       : "=r"(pair)
-      : "f"(bits_float(float_bits(second) + ((random & 0x1fff0000u) >> 16))),
-        "f"(bits_float(float_bits(first) + (random & 0x1fffu))));
+      : "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0100u, float_bits(second)))),
+        "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0001u, float_bits(first)))));
 #endif
   return halves_of(pair);
 }
@@ -302,18 +312,10 @@ __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint
   return pair - (lift[0] + lift[1]);
 }
 
-// Columns 2k and 2k + 1 of a draw by word k of it. `finite` becomes false if a result is not.
+// Columns 2k and 2k + 1 of a draw by word k of it, whatever they are. `finite` becomes false if a result is not.
 template <int kPairs>
-__device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
-                                    uint32_t (&pair)[kPairs], bool& finite) {
-  __half2 least = halves_of(0x7c007c00u), largest = halves_of(0);
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-    least = __hmin2_nan(least, __habs2(rounded)), largest = __hmax2_nan(largest, __habs2(rounded));
-    pair[i] = bits_of(rounded);
-  }
-  if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
+__device__ inline void pack_any_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                        uint32_t (&pair)[kPairs], bool& finite) {
   bool moderate = true;
 #pragma unroll
   for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
@@ -328,6 +330,21 @@ __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint
       finite = finite && is_finite<__half>(pair[i]);
     }
   }
+}
+
+// The same, of which most are common.
+template <int kPairs>
+__device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
+                                    uint32_t (&pair)[kPairs], bool& finite) {
+  __half2 least = halves_of(0x7c007c00u), largest = halves_of(0);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+    least = __hmin2_nan(least, __habs2(rounded)), largest = __hmax2_nan(largest, __habs2(rounded));
+    pair[i] = bits_of(rounded);
+  }
+  if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
+  pack_any_fp16_sr(value, random, pair, finite);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A head that a CTA folds and casts to its read copy, in float32 in shared memory (step_read.cu).
+// Folding a head and casting it to its read copy in a CTA's registers (step_read.cu).
+//
+// A warp has a slice, a lane of its rows 2g and 2g + 1 the t-th block of 16 columns of either half, (g, t) = (lane / 4,
+// lane mod 4). The order of a product's columns is free: column n of product j stands for column j + 8 (n mod 2) of the
+// block of lanes with t = n / 2, so that eight products give a lane its whole block, and the operand of a lane is 16
+// bytes of a record's B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search of
+// its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block copy
+// and is stored from registers.
 #pragma once
 
 #include "pipeline.cuh"
@@ -12,87 +19,194 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// The head that a CTA folds, in float32 in shared memory, in pieces of 4 columns. They are permuted among the 8 of a
-// 128-byte run, so that neither the lanes of a product nor those that have a block of 16 columns each meet a bank
-// twice.
-__device__ inline int folded_piece(int row, int piece) {
-  return row * (kMaxStateDim / 4) + (piece ^ (piece >> 3 & 3) ^ (row >> 1 & 1));
-}
+// Of a lane: a row's blocks t and 4 + t, and those of rows 2g and 2g + 1.
+using RowPart = float[2][kBlock];
+using SlicePart = RowPart[2];
 
-// Where a piece of 16 bytes of a 16-bit checkpoint lies while it waits to be folded: behind all that is folded by then.
-__device__ inline int waiting_piece(int P, int row, int piece) {
-  return P * (kMaxStateDim / 8) + row * (kMaxStateDim / 8) + (piece ^ (row >> 1 & 1) * 4);
-}
+__device__ inline int column_of(int lane, int block) { return (4 * block + lane % 4) * kBlock; }
 
+// The lane's part of a checkpoint's slice.
 template <typename Stored>
-__device__ inline void request_checkpoint(const Stored* source, int P, uint4* folded) {
-  constexpr int kRowPieces = kMaxStateDim * sizeof(Stored) / 16;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < P * kRowPieces; i += kThreads) {
-    const int row = i / kRowPieces, piece = i % kRowPieces;
-    request_16_bytes(folded + (sizeof(Stored) == 4 ? folded_piece(row, piece) : waiting_piece(P, row, piece)),
-                     source + i * (16 / sizeof(Stored)));
-  }
+__device__ inline void load_slice(const Stored* slice, int lane, SlicePart& state) {
+  constexpr int kVec = Packed<Stored>::kVec;
+  const Stored* const source = slice + lane / 4 * 2 * kMaxStateDim + column_of(lane, 0);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int b = 0; b < 2; ++b)
+#pragma unroll
+      for (int j = 0; j < kBlock; j += kVec) {
+        float value[kVec];
+        Packed<Stored>::unpack(*reinterpret_cast<const uint4*>(source + i * kMaxStateDim + b * 4 * kBlock + j), value);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) state[i][b][j + v] = value[v];
+      }
 }
 
-// Folds h records into the head at `folded`, which holds what request_checkpoint brought, and stores the checkpoint. x:
-// record 0 of the head. As Slice::fold of step_mma.cu has it: the same records give the same bits.
-template <typename Stored, typename Staged>
-__device__ __noinline__ void fold_head(const StateOwner& owner, bool has_state, Stored* checkpoint, uint4* folded,
-                                       const Staged* x, int x_stride, const Staged* B, const float* weight, float decay,
-                                       int h, uint32_t mask) {
-  constexpr int kVec = Packed<Stored>::kVec, kBlocks = kMaxStateDim / (4 * kVec);
-  constexpr bool kWide = sizeof(Stored) == 4;
-  const int P = owner.problem.geometry.head_dim, slices = P / kSliceWidth;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const PlainRounding rounding(owner);
-  bool finite = true;
+// Where B lies in float32: of records 8k + t and 8k + 4 + t, which are a lane's operand of a product, side by side, a
+// pair for each column. Rows of pairs are padded, so that lanes don't meet a bank twice. Floats.
+constexpr int kPairStride = 2 * kMaxStateDim + 4;
+__host__ __device__ constexpr int wide_size(int records) { return (records + 7) / 8 * 4 * kPairStride; }
+
+// add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
+// B: in float32.
+template <typename Staged>
+__device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const float* B,
+                                           const float* weight, float decay, int h, int lane, uint32_t mask) {
+  const int g = lane / 4, t = lane % 4;
+  const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
+  x += t * x_stride, weight += t;
 #pragma unroll 1
-  for (int first = 0; first < slices; first += kWarps) {
-    const int slice = first + warp, row = slice * kSliceWidth + 2 * g;
-    uint4 packed[2][kWide ? 1 : kBlocks] = {};
-    if (!kWide) {  // what is folded takes the place of what waited
-      if (has_state && slice < slices) {
+  for (int first = 0; first < h; first += 8) {
+    float scaled[4], high[4], low[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int b = 0; b < (kWide ? 1 : kBlocks); ++b) {
-            packed[i][b] = folded[waiting_piece(P, row + i, b * 4 + t)];
-          }
-      }
-      __syncthreads();
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
+      const float v = weight[half * 4];
+      scaled[2 * half] = __fmul_rn(v, pair.x);
+      scaled[2 * half + 1] = __fmul_rn(v, pair.y);
     }
-    if (slice >= slices) continue;
-    float state[2][kBlocks][kVec];
+    split(scaled, mask, high, low);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int b = 0; b < 2; ++b)
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        uint4 raw = packed[i][kWide ? 0 : b];
-        if (kWide && has_state) raw = folded[folded_piece(row + i, b * 4 + t)];
-        Packed<Stored>::unpack(raw, state[i][b]);
-      }
-    add_records(state, x + slice * kSliceWidth + 2 * g, B, weight, decay, h, lane, mask, x_stride);
+      for (int j = 0; j < 8; j += 2) {
+        const float4 both = *reinterpret_cast<const float4*>(source + 2 * (b * 4 * kBlock + j));
+        const float pair[2][2] = {{both.x, both.y}, {both.z, both.w}};
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int column = (b * 4 + t) * kVec;
-      uint4 stored[2];
-      rounding.pack<Stored>(row, column, state, b, stored, finite);
+        for (int v = 0; v < 2; ++v) {
+          float sum[4] = {};
+          multiply_tf32(sum, low, pair[v]);
+          multiply_tf32(sum, high, pair[v]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float (&value)[kVec] = state[i][b];
-        *reinterpret_cast<uint4*>(checkpoint + (row + i) * kMaxStateDim + column) = stored[i];
-#pragma unroll
-        for (int j = 0; j < kVec / 4; ++j) {
-          folded[folded_piece(row + i, column / 4 + j)] =
-              make_uint4(float_bits(value[4 * j]), float_bits(value[4 * j + 1]), float_bits(value[4 * j + 2]),
-                         float_bits(value[4 * j + 3]));
+          for (int i = 0; i < 2; ++i) {
+            state[i][b][j + v] = fmaf(decay, state[i][b][j + v], sum[2 * i]);
+            state[i][b][j + v + 8] = fmaf(decay, state[i][b][j + v + 8], sum[2 * i + 1]);
+          }
         }
       }
+    decay = 1.0f;
+    x += 8 * x_stride, weight += 8, source += 4 * kPairStride;
+  }
+}
+
+// ---- maxima --------------------------------------------------------------------------------------------------------
+
+// max(a, |b|), NaN if one of them is; a is not negative.
+__device__ inline float larger_magnitude(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
+  return result;
+}
+__device__ inline float larger_magnitude(const float (&value)[kBlock]) {
+  float amax = fabsf(value[0]);
+#pragma unroll
+  for (int i = 1; i < kBlock; ++i) amax = larger_magnitude(amax, value[i]);
+  return amax;
+}
+
+// The amaxes of columns over a slice's rows, of columns 4 lane to 4 lane + 3. scratch: of the warp, 8 rows of N.
+__device__ inline float4 column_maxima(const SlicePart& state, int lane, float4* scratch) {
+  constexpr int kPieces = kMaxStateDim / 4;
+  const int g = lane / 4, t = lane % 4;
+  // Pieces of four columns are permuted among neighbours, so that no lanes meet a bank twice.
+  float4* const target = scratch + g * kPieces + 4 * t;
+  __syncwarp();  // before that, others may still need what lies there
+#pragma unroll
+  for (int b = 0; b < 2; ++b)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float amax[4];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        amax[v] = larger_magnitude(fabsf(state[0][b][4 * j + v]), state[1][b][4 * j + v]);
+      }
+      target[16 * b + (j ^ t / 2 ^ g % 2 * 2)] = make_float4(amax[0], amax[1], amax[2], amax[3]);
+    }
+  __syncwarp();
+  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int row = 0; row < 8; ++row) {
+    const float4 v = scratch[row * kPieces + (lane ^ (lane / 8 % 2) ^ row % 2 * 2)];
+    amax.x = larger_magnitude(amax.x, v.x), amax.y = larger_magnitude(amax.y, v.y);
+    amax.z = larger_magnitude(amax.z, v.z), amax.w = larger_magnitude(amax.w, v.w);
+  }
+  return amax;
+}
+
+// ---- the checkpoint ------------------------------------------------------------------------------------------------
+
+// A lane's part of a row into a plain checkpoint, to nearest. target: its first column.
+template <typename Stored>
+__device__ inline void store_nearest(const RowPart& row, Stored* target) {
+  constexpr int kVec = Packed<Stored>::kVec;
+#pragma unroll
+  for (int b = 0; b < 2; ++b)
+#pragma unroll
+    for (int j = 0; j < kBlock; j += kVec) {
+      float value[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) value[v] = row[b][j + v];
+      *reinterpret_cast<uint4*>(target + b * 4 * kBlock + j) = Packed<Stored>::pack(value);
+    }
+}
+
+// Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
+__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target) {
+  const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
+  const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+  uint32_t pair[4];
+  bool finite = true;  // is_stored_finite() looks, too
+  pack_any_fp16_sr(value, random, pair, finite);
+  *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+// The same in FP16, stochastically; p: the row's index in the head. moderate: all values are below 65472.
+__device__ __forceinline__ void store_stochastic(const RowPart& row, RoundingKey key, int64_t writes, int p, int lane,
+                                                 __half* target, bool moderate) {
+  constexpr int kDraws = kBlock / kFp16PerDraw;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    RandomWords drawn[kDraws];
+#pragma unroll
+    for (int d = 0; d < kDraws; ++d) {
+      drawn[d] = rounding_words(key, p, column_of(lane, b) / kFp16PerDraw + d, writes);
+    }
+#pragma unroll
+    for (int d = 0; d < kDraws; ++d) {
+      const float* const value = row[b] + d * kFp16PerDraw;
+      const uint32_t (&random)[4] = drawn[d].word;
+      uint32_t pair[4];
+      __half2 least = halves_of(0x7c007c00u);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+        least = __hmin2(least, __habs2(rounded));
+        pair[k] = bits_of(rounded);
+      }
+      __half* const place = target + b * 4 * kBlock + d * kFp16PerDraw;
+      *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
+        store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
+                        make_float4(value[4], value[5], value[6], value[7]),
+                        make_uint4(random[0], random[1], random[2], random[3]), place);
+      }
     }
   }
-  if (!finite) owner.report_not_finite();
 }
+
+// Whether what the lane has stored of a row is finite.
+__device__ inline bool is_stored_finite(const __half* target) {
+  bool finite = true;
+#pragma unroll 1
+  for (int piece = 0; piece < 4; ++piece) {  // of 16 bytes
+    finite =
+        finite && is_finite<__half>(*reinterpret_cast<const uint4*>(target + piece / 2 * 4 * kBlock + piece % 2 * 8));
+  }
+  return finite;
+}
+
+// ---- the read copy -------------------------------------------------------------------------------------------------
 
 __device__ __noinline__ float divide(float value, float divisor) { return scaled_down(value, divisor); }
 
@@ -125,97 +239,48 @@ class Divisor {
   float divisor_, inverse_;
 };
 
-__device__ inline void load_block(const uint4* folded, int row, int block, float (&value)[kBlock]) {
-#pragma unroll
-  for (int j = 0; j < kBlock / 4; ++j) {
-    const uint4 v = folded[folded_piece(row, block * 4 + j)];
-    value[4 * j] = bits_float(v.x), value[4 * j + 1] = bits_float(v.y);
-    value[4 * j + 2] = bits_float(v.z), value[4 * j + 3] = bits_float(v.w);
+// Where a lane stores the first block of a row.
+template <typename Format>
+struct BlockTarget {
+  char *codes, *low_bits, *scales;
+
+  __device__ BlockTarget(char* chunk, int P, int index) {
+    const BlockChunk<Format> layout{P, kMaxStateDim};
+    codes = chunk + index * (kBlock / 2);
+    low_bits = chunk + layout.low_bits() + 2 * index;
+    scales = chunk + layout.block_scales() + index;
   }
-}
-
-__device__ inline uint32_t amax_of_block(const float (&value)[kBlock]) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) amax = max(amax, magnitude_bits(value[i]));
-  return amax;
-}
-
-// max(a, |b|), NaN if one of them is; a is not negative.
-__device__ inline float larger_magnitude(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
-  return result;
-}
-
-// Where a CTA that casts keeps what its threads share.
-struct CastScratch {
-  float* columns;      // [kWarps][N]: amaxes of a warp's rows; then, at the front, HeadUnit::of_column
-  uint32_t* warp_max;  // [kWarps]
+  // The block that lies so many behind.
+  __device__ void store(int later, const SearchedBlock& found) const {
+    *reinterpret_cast<uint2*>(codes + later * (kBlock / 2)) = found.codes;
+    if constexpr (Format::kLowBits) {
+      *reinterpret_cast<uint16_t*>(low_bits + 2 * later) = static_cast<uint16_t>(found.low_bits);
+    }
+    scales[later] = static_cast<char>(found.scale);
+  }
 };
 
-// Casts the head at `folded` to a chunk of a read copy, in memory and as StateOperand reads it in shared memory. A
-// thread has a block of 16 columns of every 16th row.
-template <typename Format>
-__device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, char* staged,
-                                       const CastScratch& scratch) {
-  constexpr int N = kMaxStateDim;
-  const BlockChunk<Format> layout{P, N};
-  const int tid = threadIdx.x, block = tid % (N / kBlock);
-  const int warp = tid / 32, piece = tid % 32;
-  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of the piece in every fourth row
-#pragma unroll 4
-  for (int first = 0; first < P; first += kWarps) {
-    const uint4 v = folded[first * (N / 4) + folded_piece(warp, piece)];  // as of row first + warp
-    amax.x = larger_magnitude(amax.x, bits_float(v.x)), amax.y = larger_magnitude(amax.y, bits_float(v.y));
-    amax.z = larger_magnitude(amax.z, bits_float(v.z)), amax.w = larger_magnitude(amax.w, bits_float(v.w));
-  }
-  if constexpr (Format::kColumnScales) reinterpret_cast<float4*>(scratch.columns)[tid] = amax;
-  const float of_lane = larger_magnitude(larger_magnitude(amax.x, amax.y), larger_magnitude(amax.z, amax.w));
-  const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane));
-  if (piece == 0) scratch.warp_max[warp] = of_warp;
-  __syncthreads();
-  uint32_t head_amax = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) head_amax = max(head_amax, scratch.warp_max[warp]);
-  const float head_scale = Format::head_scale(head_amax);
-  if (tid == 0) {  // and the zeros behind it
-    const uint4 last = make_uint4(float_bits(head_scale), 0, 0, 0);
-    *reinterpret_cast<uint4*>(chunk + layout.head_scale()) = last;
-    *reinterpret_cast<uint4*>(staged + layout.head_scale()) = last;
-  }
-  const HeadUnit unit(head_scale);
-  if constexpr (Format::kColumnScales) {
-    static_assert(N == kThreads);
-    float of_column = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) of_column = larger_magnitude(of_column, scratch.columns[i * N + tid]);
-    const uint8_t scale = column_scale(float_bits(of_column), head_amax, head_scale);
-    chunk[layout.column_scales() + tid] = staged[layout.column_scales() + tid] = static_cast<char>(scale);
-    scratch.columns[tid] = unit.of_column(scale);  // of what is there, no other thread needs a thing
-    __syncthreads();
-  }
+// What the casts of a head share. inverse: HeadUnit::of_column of all columns, in shared memory, of formats that have
+// column scales.
+struct HeadCast {
+  char* chunk;
+  int head_dim;
+  uint32_t amax;
+  float scale;
+  const float* inverse;
+};
 
-  float inverse[kBlock];
+// A lane's part of row p of a head to its chunk. What row holds is lost.
+template <typename Format>
+__device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const HeadCast& head) {
+  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + lane % 4);
+  if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) inverse[i] = unit.inverse;
-  if constexpr (Format::kColumnScales) {
-#pragma unroll
-    for (int j = 0; j < kBlock; j += 4) {
-      float quad[4];
-      load_shared<4>(scratch.columns + block * kBlock + j, quad);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) inverse[j + i] = quad[i];
-    }
-  }
-#pragma unroll 1
-  for (int first = 0; first < P; first += kThreads / (N / kBlock)) {
-    float value[kBlock];
-    load_block(folded + first * (N / 4), tid / (N / kBlock), block, value);
-    SearchedBlock found{};
-    if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
-      found.scale = Format::block_scale(amax_of_block(value), head_scale);
-      Divisor(block_step(found.scale, head_scale))(value);
+    for (int b = 0; b < 2; ++b) {
+      float (&value)[kBlock] = row[b];
+      SearchedBlock found{};
+      found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head.scale);
+      Divisor(block_step(found.scale, head.scale))(value);
       uint32_t codes[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -223,60 +288,61 @@ __device__ __noinline__ void cast_head(const uint4* folded, int P, char* chunk, 
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-    } else if (head_scale > 0.0f) {
+      target.store(4 * b, found);
+    }
+  } else {
+    const HeadUnit unit(head.scale);
+    PairedBlock u[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      float (&value)[kBlock] = row[b];
+      float of_column[kBlock];
+#pragma unroll
+      for (int j = 0; j < kBlock; ++j) of_column[j] = unit.inverse;
+      if constexpr (Format::kColumnScales) load_shared<kBlock>(head.inverse + column_of(lane, b), of_column);
       if (unit.lift != 1.0f) {
 #pragma unroll
-        for (int i = 0; i < kBlock; ++i) value[i] = mul_rn(value[i], unit.lift);
+        for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
       }
-      PairedBlock u;
 #pragma unroll
-      for (int i = 0; i < kBlock / 2; ++i) {
-        const int column = i / 2 * 4 + i % 2;
-        u[i] =
-            __floats2half2_rn(mul_rn(value[column], inverse[column]), mul_rn(value[column + 2], inverse[column + 2]));
+      for (int j = 0; j < kBlock / 2; ++j) {
+        const int column = j / 2 * 4 + j % 2;
+        u[b][j] = __floats2half2_rn(mul_rn(value[column], of_column[column]),
+                                    mul_rn(value[column + 2], of_column[column + 2]));
       }
-      found = search_block<Format>(u, candidates_of(head_amax) == 1);
     }
-    const int index = first * (N / kBlock) + tid;
-    *reinterpret_cast<uint2*>(chunk + index * 8) = found.codes;
-    *reinterpret_cast<uint2*>(staged + index * 8) = found.codes;
-    chunk[layout.block_scales() + index] = staged[layout.block_scales() + index] = static_cast<char>(found.scale);
-    if constexpr (Format::kLowBits) {
-      const auto low = static_cast<uint16_t>(found.low_bits);
-      *reinterpret_cast<uint16_t*>(chunk + layout.low_bits() + 2 * index) = low;
-      *reinterpret_cast<uint16_t*>(staged + layout.low_bits() + 2 * index) = low;
+#pragma unroll 1
+    for (int b = 0; b < 2; ++b) {  // a loop, for the instruction cache
+      SearchedBlock found = search_block<Format>(u[0], candidates_of(head.amax) == 1);
+      if (!(head.scale > 0.0f)) found = SearchedBlock{};
+      target.store(4 * b, found);
+#pragma unroll
+      for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[1][j];
     }
   }
 }
 
 template <>
-__device__ __noinline__ void cast_head<Fp8>(const uint4* folded, int P, char* chunk, char* staged, const CastScratch&) {
-  constexpr int N = kMaxStateDim;
-  const Fp8Chunk layout{P, N};
-  const int tid = threadIdx.x, block = tid % (N / kBlock);
-#pragma unroll 1
-  for (int row = tid / (N / kBlock); row < P; row += kThreads / (N / kBlock)) {
-    float value[kBlock];
-    load_block(folded, row, block, value);
-    uint32_t amax = amax_of_block(value);
+__device__ __forceinline__ void cast_row<Fp8>(RowPart& row, int p, int lane, const HeadCast& head) {
+  uint32_t amax = max(float_bits(larger_magnitude(row[0])), float_bits(larger_magnitude(row[1])));
+  amax = larger_of_both(larger_of_both(amax, 1), 2);
+  const float scale = fp8_row_scale(amax);
+  if (lane % 4 == 0) {
+    reinterpret_cast<float*>(head.chunk + Fp8Chunk{head.head_dim, kMaxStateDim}.row_scales())[p] = scale;
+  }
+  const Divisor divisor(scale);
 #pragma unroll
-    for (int distance = 1; distance < N / kBlock; distance *= 2) amax = larger_of_both(amax, distance);
-    const float scale = fp8_row_scale(amax);
-    if (block == 0) {
-      reinterpret_cast<float*>(chunk + layout.row_scales())[row] = scale;
-      reinterpret_cast<float*>(staged + layout.row_scales())[row] = scale;
-    }
-    Divisor{scale}(value);
+  for (int b = 0; b < 2; ++b) {
+    float (&value)[kBlock] = row[b];
+    divisor(value);
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
       codes[j] = pack_e4m3(quad);
     }
-    const uint4 words = make_uint4(codes[0], codes[1], codes[2], codes[3]);
-    const int index = row * (N / kBlock) + block;
-    reinterpret_cast<uint4*>(chunk)[index] = words;
-    reinterpret_cast<uint4*>(staged)[index] = words;
+    *reinterpret_cast<uint4*>(head.chunk + p * kMaxStateDim + column_of(lane, b)) =
+        make_uint4(codes[0], codes[1], codes[2], codes[3]);
   }
 }
 

@@ -58,6 +58,10 @@ using Barrier = uint64_t;
 __device__ inline void init_barrier(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+// After which the memory may become another barrier; for one thread, when no other needs it.
+__device__ inline void end_barrier(Barrier* barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ inline void arrive(Barrier* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
@@ -100,6 +104,13 @@ __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 __device__ inline void finish_stores_before_blocks() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Between a thread's stores to global memory and blocks requested, by whichever thread, from the same place.
+__device__ inline void finish_writes_before_blocks() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 

@@ -1,24 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A CTA of the step from quantised states, and its work: see step_read.cu.
+// A CTA of the step that reads states on tensor cores, and its work: see step_read.cu.
 #pragma once
 
 #include <algorithm>
 
 #include "head_fold.cuh"
+#include "plain_operands.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kParts = 3;         // of BF16, of a weight
+// Of BF16, of the weight of a record in an output: of 8 bits cut off one after the other, or two that are rounded.
+template <typename Format>
+constexpr int kWeightParts = kIsPlain<Format> ? 2 : 3;
 constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
 constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
 constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
 constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, so that the loads of two tokens meet no
                                   // bank twice
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
+constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
+constexpr int kPlainTokens = 8;   // of a row of which a plain checkpoint is read
+constexpr int kSlots = 2;         // for slices of plain checkpoints, of a warp
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Quotient {
@@ -40,33 +46,43 @@ struct ReadShared {
   int x_rows, new_x_row;             // of a head; where new tokens begin
   int b_new, c, zeros, query, g;     // B of the history is at 0
   int g_new, query_scale, barrier;
-  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are
+  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are,
+                                             // and the decay for d
   int w;                                     // of each head, in the place of B and C, of which nothing is needed then
   int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
-  int x;                                     // of each team
-  int end, state;                 // of what else there is; of each team. The copy that is cast takes the place of B
-  int folded, inverse, warp_max;  // of CTAs that fold: [P][N], [kWarps][N], [kWarps]
-  int scaled;                     // of each warp: C times column scales; in the place of the head that was folded
+  int x, state;                              // of each team; plain checkpoints: state of each warp, kSlots slices
+  int scaled;                                // of each warp: C times column scales
+  // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
+  // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
+  // columns are multiplied by, [N]; the maxima of warps. B of the history is in float32: see wide_size().
+  int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
   int state_bytes, bytes;
 
   ReadShared() = default;
-  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool folds)
+  // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
+  template <typename Format, typename Staged>
+  static ReadShared of(int P, int window, int tokens, int heads, int teams, int folded_size);
+
+ private:
+  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool plain,
+             int parts, int query_parts, int folded_size)
       : tokens(tokens),
         g_stride(round_up(window, 16)),
         w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
         x_stride(P + 8),                         // so that the rows of a matrix do,
         delta_stride(round_up(window, 32) | 1),  // and the heads
-        x_rows(round_up(window, 8) + tokens),
-        new_x_row(round_up(window, 8)),
-        b_new(std::max(round_up(window, 8) * kStride * 2, folds ? round_up(chunk_bytes, 128) : 0)),
+        x_rows((folded_size > 0 ? 0 : round_up(window, 8)) + tokens),
+        new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
+        b_new(folded_size > 0 ? wide_size(window) * 4 : round_up(window, 8) * kStride * 2),
         c(b_new + tokens * kStride * 2),
-        zeros(std::max(c + tokens * kStride * 2, folds ? 0 : round_up(heads * tokens * kParts * w_stride * 2, 16))),
+        zeros(std::max(c + tokens * kStride * 2,
+                       folded_size > 0 ? 0 : round_up(heads * tokens * parts * w_stride * 2, 16))),
         query(zeros + kZeroBytes),
-        g(query + tokens * kQueryStride * 4),
-        g_new(g + tokens * g_stride * 4),
+        g(query + query_parts * tokens * kQueryStride * 4),
+        g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + kWarps * 8),
+        delta(barrier + (kWarps * (plain ? kSlots : 1) + 1) * 8),
         exponents(delta + heads * delta_stride * 4),
         steps(exponents + heads * delta_stride * 4),
         rate(steps + heads * tokens * 4),
@@ -74,20 +90,39 @@ struct ReadShared {
         w(0),
         terms_stride(round_up(1 + tokens + tokens * tokens, 4)),
         x(terms + heads * terms_stride * 4),
-        end(round_up(x + teams * x_rows * x_stride * 2, 128)),
-        state(folds ? 0 : end),
-        folded(folds ? end : end + teams * round_up(chunk_bytes, 128)),
-        inverse(folded + (folds ? P * kMaxStateDim * 4 : 0)),
-        warp_max(inverse + (folds ? kWarps * kMaxStateDim * 4 : 0)),
-        scaled(folded),
+        state(round_up(x + teams * x_rows * x_stride * 2, 128)),
+        scaled(state + (plain ? kWarps * kSlots : teams) * round_up(chunk_bytes, 128)),
+        checkpoint(x),
+        folded_x(checkpoint + P * kMaxStateDim * folded_size),
+        scratch(P != kWarps * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
+        scratch_stride(P != kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
+        inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride
+                                          : folded_x + (kZeroRows + window) * P * 2),
+        warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         state_bytes(round_up(chunk_bytes, 128)),
-        bytes(std::max(warp_max + (folds ? kWarps * 4 : 0),
+        bytes(std::max(folded_size == 0 ? 0
+                       : plain          ? folded_x + (kZeroRows + window) * P * 2
+                                        : warp_max + kWarps * 4,
                        scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
 };
+
+template <typename Format, typename Staged>
+ReadShared ReadShared::of(int P, int window, int tokens, int heads, int teams, int folded_size) {
+  using State = StateOperand<Format>;
+  if constexpr (kIsPlain<Format>) {
+    return ReadShared(P, window, tokens, heads, teams, State::kSliceBytes, false, true, kWeightParts<Format>,
+                      State::template kQueryParts<Staged>, folded_size);
+  } else {
+    return ReadShared(P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false,
+                      kWeightParts<Format>, 1, folded_size);
+  }
+}
 
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
+  int flush_spacing;            // of so many CTAs one folds, as a power of two
+  int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
@@ -99,6 +134,7 @@ struct ReadParams {
     int64_t state, ring, new_x, out;  // bytes, elements
   } advance;                          // from a head to the warp's next
   ReadShared stepping, folding;
+  bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
@@ -109,18 +145,25 @@ __device__ inline char* hide_address(char* shared) {
   return static_cast<char*>(__cvta_shared_to_generic(address));
 }
 
-// Keeps a value in a register, where the compiler would compute it anew.
-__device__ inline int keep(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
+// Of a group: the parts that CTAs fold, a head for each team.
+__device__ inline uint32_t fold_chunks(const ReadParams& params, int team_bits) {
+  return static_cast<uint32_t>(params.heads_per_group + (kWarps >> team_bits) - 1) >> (kMaxTeamBits - team_bits);
 }
 
-// A CTA and its work: some heads of a group of one row or, if it folds, a head to flush.
+// A CTA and its work: some heads of a group of one row, which it folds first or not.
 template <typename Format, typename Staged, bool kFolds, bool kSingle>
 struct ReadCta {
   using State = StateOperand<Format>;
+  static constexpr bool kPlain = kIsPlain<Format>;
+  static constexpr int kParts = kWeightParts<Format>;
+  static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
   static constexpr int N = kMaxStateDim;
-  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;                 // slices
+  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;  // slices
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  static constexpr int kSlotArrivals = 1;
+#else
+  static constexpr int kSlotArrivals = 32;
+#endif
   static constexpr int kRowParts = N / 8, kRowsAtOnce = kThreads / kRowParts;  // of 16 bytes, of B and C
 
   const ReadParams& params;
@@ -137,18 +180,18 @@ struct ReadCta {
   int T, h, history;  // tokens; records to stage, and those that outputs see
   bool stored_before;
 
-  __device__ __forceinline__ ReadCta(const ReadParams& params, char* shared)
+  __device__ __forceinline__ ReadCta(const ReadParams& params, char* shared, int team_bits)
       : params(params),
         problem(params.scan.problem),
         args(params.scan.args),
         layout(kFolds ? params.folding : params.stepping),
         shared(hide_address(shared)),
-        tid(threadIdx.x),
-        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),  // the shuffle tells the compiler that a warp has one index
-        lane(threadIdx.x % 32),
+        tid(keep(threadIdx.x)),
+        warp(__shfl_sync(~0u, tid / 32, 0)),  // the shuffle tells the compiler that a warp has one index
+        lane(tid % 32),
         g(lane / 4),
         t(lane % 4),
-        team_bits(kFolds ? kMaxTeamBits : params.team_bits),
+        team_bits(team_bits),
         team(warp >> team_bits),
         member(warp & ((1 << team_bits) - 1)),
         x_rows(params.x_parts(32 << team_bits)) {
@@ -167,6 +210,12 @@ struct ReadCta {
   __device__ Staged* x() const { return staged(layout.x) + team * layout.x_rows * layout.x_stride; }
   __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
+  __device__ Barrier* slot_barrier(int slot) const {
+    return reinterpret_cast<Barrier*>(shared + layout.barrier) + warp * kSlots + slot;
+  }
+  __device__ Barrier* fold_barrier() const {
+    return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps * (kPlain ? kSlots : 1);
+  }
   __device__ int head_of(int k) const { return group * params.heads_per_group + group_head + k; }
   __device__ int ring_before(int record) const {  // of the record-th newest
     const int position = row.ring_row - 1 - record;
@@ -185,15 +234,15 @@ struct ReadCta {
     return section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
   }
 
-  // Takes the task-th part of all heads or, if the CTA folds, the task-th head of the rows to flush. False: nothing to
-  // do.
+  // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task) {
     if (kFolds) {
-      const uint32_t index = params.heads(task), head = task - index * params.heads.divisor;
+      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, team_bits);
+      const uint32_t of_group = task / chunks, index = of_group / groups;
       row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
-      group = params.group_heads(head);
-      group_head = head - group * params.heads_per_group;
-      heads = 1;
+      group = of_group - index * groups;
+      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
+      heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
       row_index = params.ctas(task);
       const uint32_t rest = task - row_index * params.ctas.divisor;
@@ -223,11 +272,8 @@ struct ReadCta {
     const Staged* const ring = b_ring() + part_column;
     Staged* const B = staged(0) + part_column;
 #pragma unroll 1
-    for (int i = part_row; i < h; i += kRowsAtOnce) {
+    for (int i = part_row; i < history; i += kRowsAtOnce) {
       request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
-    }
-    if (kFolds && part_row < round_up(h, 8) - h) {
-      *reinterpret_cast<uint4*>(B + (h + part_row) * kStride) = make_uint4(0, 0, 0, 0);
     }
     const int64_t first_token = row.first_token;
 #pragma unroll 1
@@ -254,6 +300,9 @@ struct ReadCta {
     }
   }
 
+  // The lane's first row of a slice's outputs: of plain states it has rows 2t, 2t + 1, 2t + 8, 2t + 9 of token g.
+  __device__ int output_row() const { return kPlain ? 2 * t : g + t / 2 * 8; }
+
   // Where the team's head lies in global memory, as a lane sees it.
   struct Head {
     const char* state;    // what steps read
@@ -271,7 +320,7 @@ struct ReadCta {
       new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
               head * args.x.stride[1] + cta.x_column;
       out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
-            cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8;
+            cta.first_slice * kSliceWidth + cta.output_row();
     }
     __device__ void advance(const ReadParams& params) {  // where warps have a head each
       state += params.advance.state;
@@ -296,48 +345,38 @@ struct ReadCta {
       const int lane = cta.lane, chunk = layout.state + cta.team * layout.state_bytes;
       const int x_rows = layout.x + cta.team * layout.x_rows * layout.x_stride * 2;
       const int new_rows = x_rows + layout.new_x_row * layout.x_stride * 2;
-      const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
-                copy = cta.warp * layout.tokens;
       x = keep(x_rows + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(new_rows + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
-      this->chunk = keep(chunk);
-      head_scale = keep(chunk + cta.params.state_bytes - 16);
-      column_scales = keep(head_scale - N + column);
-      query = keep(layout.query + 8 * lane);
-      scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
-      operand = keep(cta.query_at(0));
+      if constexpr (!kPlain) {
+        const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
+                  copy = cta.warp * layout.tokens;
+        this->chunk = keep(chunk);
+        head_scale = keep(chunk + cta.params.state_bytes - 16);
+        column_scales = keep(head_scale - N + column);
+        query = keep(layout.query + 8 * lane);
+        scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
+        operand = keep(cta.query_at(0));
+      }
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
       history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
-      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.g + cta.t / 2 * 8));
+      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
+
+  // Whether what steps read has been stored.
+  __device__ bool has_state() const { return kFolds || stored_before; }
 
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
     const int P = problem.geometry.head_dim;
-    if constexpr (kFolds) {
-      uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-      if (stored_before && problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-        request_checkpoint(reinterpret_cast<const float*>(checkpoint(head.head)), P, folded);
-      } else if (stored_before) {
-        request_checkpoint(reinterpret_cast<const __half*>(checkpoint(head.head)), P, folded);
-      }
-    } else if (stored_before) {
-      request_state(head.state);
-    }  // else it is zero
+    if (!kPlain && has_state()) request_state(head.state);  // else it is zero, or comes slice by slice
     Staged* target = staged(places.x);
     int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
-    for (int i = x_row; i < h; i += x_rows) {
+    for (int i = x_row; i < history; i += x_rows) {
       if (position < 0) position += problem.ring_rows;
       request_16_bytes(target, head.ring + position * P);
       target += x_rows * layout.x_stride, position -= x_rows;
-    }
-    if (kFolds) {
-#pragma unroll 1
-      for (int i = x_row; i < round_up(h, 8); i += x_rows) {
-        if (i >= h) *reinterpret_cast<uint4*>(x() + i * layout.x_stride + x_column) = make_uint4(0, 0, 0, 0);
-      }
     }
     const Staged* source = head.new_x;
 #pragma unroll 1
@@ -365,8 +404,76 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kFolds && stored_before) await(barrier(), parity);
+    if (!kPlain && has_state()) await(barrier(), parity);
 #endif
+  }
+
+  // The slices of a plain checkpoint that a warp reads, head after head, through a ring of slots: what has been read
+  // makes room for the next.
+  struct Slices {
+    const char* next;      // to request
+    int gap;               // bytes between the warp's slices of two heads
+    int left, of_head;     // to request: in all; of the head of `next`
+    int own;               // of a head
+    int places, barriers;  // of the slots, bytes in shared memory
+    int slot;              // to be read
+    uint32_t parity;       // of how often it was read
+
+    Slices() = default;
+    __device__ Slices(const ReadCta& cta, const Head& head) : own(keep(max(cta.own_slices, 0))), slot(0), parity(0) {
+      next = head.state + cta.first_slice * kSliceBytes;
+      gap = keep(static_cast<int>(cta.params.advance.state) - own * kSliceBytes);
+      const int heads = cta.team >= cta.heads ? 0
+                        : cta.team_bits > 0   ? 1
+                                              : (cta.heads - cta.team + kWarps - 1) / kWarps;
+      left = cta.has_state() ? heads * own : 0;
+      of_head = own;
+      places = keep(cta.layout.state + cta.warp * kSlots * kSliceBytes);
+      barriers = keep(cta.layout.barrier + cta.warp * kSlots * 8);
+    }
+  };
+  __device__ char* slot_of(const Slices& slices, int index) const {
+    return shared + slices.places + index * kSliceBytes;
+  }
+  __device__ Barrier* barrier_of(const Slices& slices, int index) const {
+    return reinterpret_cast<Barrier*>(shared + slices.barriers) + index;
+  }
+  __device__ void request_slice(Slices& slices, int index) const {
+    if (slices.left == 0) return;
+    char* const target = slot_of(slices, index);
+    Barrier* const barrier = barrier_of(slices, index);
+#if __CUDA_ARCH__ >= 900
+    if (elect_lane()) {
+      arrive_expecting(barrier, kSliceBytes);
+      request_block(target, slices.next, kSliceBytes, barrier);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < kSliceBytes; i += 512) request_16_bytes(target + i + 16 * lane, slices.next + i + 16 * lane);
+    arrive_with_requests(barrier);
+#endif
+    slices.next += kSliceBytes, --slices.left;
+    if (--slices.of_head == 0) slices.of_head = slices.own, slices.next += slices.gap;
+  }
+  __device__ void begin_slices(Slices& slices) const {
+    if (!has_state()) {
+      for (int i = 16 * lane; i < kSlots * kSliceBytes; i += 512) {
+        *reinterpret_cast<uint4*>(slot_of(slices, 0) + i) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < kSlots; ++i) request_slice(slices, i);
+  }
+  // For a whole warp: the next slice, in registers.
+  template <typename Places>
+  __device__ State take_slice(Slices& slices, const Places& places) const {
+    if (has_state()) await(barrier_of(slices, slices.slot), slices.parity);
+    const State state(slot_of(slices, slices.slot), places);
+    __syncwarp();
+    request_slice(slices, slices.slot);
+    if (++slices.slot == kSlots) slices.slot = 0, slices.parity ^= 1;
+    return state;
   }
 
   // The new x into the ring.
@@ -382,13 +489,26 @@ struct ReadCta {
 
   // ---- what all heads share ----
 
-  // C in FP16, by warps from the last on.
+  // C in FP16, or in BF16 for states of this type, by warps from the last on.
   __device__ void form_query() const {
 #pragma unroll 1
     for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
       const Staged* const token = staged(layout.c) + s * kStride;
       float value[4];
       load_shared<4>(token + lane * 4, value);
+      uint32_t* const query = words(layout.query) + s * kQueryStride;
+      if constexpr (std::is_same_v<Format, __nv_bfloat16>) {
+        if (lane == 0) floats(layout.query_scale)[s] = 1.0f;
+#pragma unroll
+        for (int part = 0; part < State::template kQueryParts<Staged>; ++part) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            query[part * layout.tokens * kQueryStride + State::query_word(2 * lane + i)] =
+                take_part(value[2 * i], value[2 * i + 1]);
+          }
+        }
+        continue;
+      }
       uint32_t amax = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(value[i]));
@@ -396,12 +516,19 @@ struct ReadCta {
       const uint32_t exponent = max(__reduce_max_sync(~0u, amax) >> 23, 27u);
       const float scale = bits_float((268 - exponent) << 23);
       if (lane == 0) floats(layout.query_scale)[s] = bits_float((exponent - 14) << 23) * State::kUnit;
-      uint32_t* const query = words(layout.query) + s * kQueryStride;
+      if constexpr (kPlain) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
-        query[index / 4 * 16 + owner * 4 + index % 4] = pack_pair<__half>(
-            static_cast<float>(token[column]) * scale, static_cast<float>(token[column + State::kColumnStep]) * scale);
+        for (int i = 0; i < 2; ++i) {
+          query[State::query_word(2 * lane + i)] = pack_pair<__half>(value[2 * i] * scale, value[2 * i + 1] * scale);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int owner = lane / 8, index = lane % 8 * 2 + i, column = State::query_column(owner, index);
+          query[index / 4 * 16 + owner * 4 + index % 4] =
+              pack_pair<__half>(static_cast<float>(token[column]) * scale,
+                                static_cast<float>(token[column + State::kColumnStep]) * scale);
+        }
       }
     }
   }
@@ -538,8 +665,9 @@ struct ReadCta {
           float rest = __fmul_rn(weight, *product);
 #pragma unroll
           for (int part = 0; part < kParts; ++part, target += layout.w_stride) {
-            *target = static_cast<uint16_t>(float_bits(rest) >> 16);
-            rest = __fsub_rn(rest, upper_half(rest));
+            const float taken = kPlain ? __bfloat162float(__float2bfloat16_rn(rest)) : upper_half(rest);
+            *target = static_cast<uint16_t>(float_bits(taken) >> 16);
+            rest = __fsub_rn(rest, taken);
           }
         }
       }
@@ -564,36 +692,290 @@ struct ReadCta {
     __syncthreads();
     if (!kFolds) {
       weigh_records();
-    } else if (warp == 0) {
-      const float decay = weigh_history(floats(layout.delta), *floats(layout.rate), h, lane, floats(layout.exponents));
-      if (lane == 0) *floats(layout.terms) = decay;
+    } else if (warp < heads) {
+      const int at = warp * layout.delta_stride;
+      const float decay =
+          weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane, floats(layout.exponents) + at);
+      if (lane == 0) floats(layout.terms)[warp * layout.terms_stride] = decay;
     }
     weigh_tokens(inputs);
-    if (team_bits > 0 && team < heads) await_head(0);
+    if (!kFolds && team_bits > 0 && team < heads) await_head(0);
     __syncthreads();
   }
 
   // ---- folding ----
 
-  __device__ void fold() const {
-    const int head = head_of(0);
-    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-    uint4* const folded = reinterpret_cast<uint4*>(shared + layout.folded);
-    auto fold_as = [&](auto stored) {
-      fold_head(owner, stored_before, reinterpret_cast<decltype(stored)*>(checkpoint(head)), folded, x(),
-                layout.x_stride, staged(0), floats(layout.exponents), *floats(layout.terms), h, params.tf32_mask);
-    };
-    if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
-      fold_as(float());
-    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
-      fold_as(__nv_bfloat16());
-    } else {
-      fold_as(__half());
+  // A head's checkpoint and its records of x, oldest first, before which lie zeros.
+  __device__ Staged* folded_x() const { return staged(layout.folded_x) + kZeroRows * problem.geometry.head_dim; }
+  __device__ void request_fold(int head) const {
+    const int P = problem.geometry.head_dim, bytes = stored_before ? problem.checkpoint_head_bytes : 0;
+    const Staged* const ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * problem.ring_rows * P;
+    const int newer = min(h, row.ring_row), older = h - newer;  // those behind the ring's end
+    const int row_bytes = P * 2;
+#if __CUDA_ARCH__ >= 900
+    if (warp == 0 && elect_lane()) {
+      arrive_expecting(fold_barrier(), bytes + h * row_bytes);
+      if (bytes > 0) request_block(shared + layout.checkpoint, checkpoint(head), bytes, fold_barrier());
+      if (older > 0) {
+        request_block(folded_x(), ring + (problem.ring_rows - older) * P, older * row_bytes, fold_barrier());
+      }
+      if (newer > 0) {
+        request_block(folded_x() + older * P, ring + (row.ring_row - newer) * P, newer * row_bytes, fold_barrier());
+      }
     }
+#else
+    auto request = [&](char* target, const void* source, int bytes) {
+#pragma unroll 4
+      for (int i = tid * 16; i < bytes; i += kThreads * 16) {
+        request_16_bytes(target + i, static_cast<const char*>(source) + i);
+      }
+    };
+    request(shared + layout.checkpoint, checkpoint(head), bytes);
+    request(reinterpret_cast<char*>(folded_x()), ring + (problem.ring_rows - older) * P, older * row_bytes);
+    request(reinterpret_cast<char*>(folded_x() + older * P), ring + (row.ring_row - newer) * P, newer * row_bytes);
+#endif
+  }
+  __device__ void await_fold(int parity) const {
+#if __CUDA_ARCH__ >= 900
+    await(fold_barrier(), parity);
+#else
+    await_requests();
     __syncthreads();
-    const CastScratch scratch{floats(layout.inverse), words(layout.warp_max)};
-    cast_head<Format>(folded, problem.geometry.head_dim, read_copy(head), state(), scratch);
-    __syncthreads();
+#endif
+  }
+
+  // B of the history in float32, and zeros to a multiple of 8 records.
+  __device__ void widen_history() const {
+    constexpr int kGroups = kThreads / (4 * kRowParts), kAtOnce = 2;  // groups of 8 records
+    const int t = tid / kRowParts % 4, part = tid % kRowParts;
+    const Staged* const ring = b_ring() + part * 8;
+#pragma unroll 1
+    for (int first = tid / (4 * kRowParts); 8 * first < h; first += kAtOnce * kGroups) {
+      uint4 raw[kAtOnce][2];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int record = 8 * (first + n * kGroups) + 4 * i + t;
+          raw[n][i] =
+              record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int group_of_8 = first + n * kGroups;
+        if (8 * group_of_8 >= h) continue;
+        float value[2][8];
+        for (int i = 0; i < 2; ++i) Packed<Staged>::unpack(raw[n][i], value[i]);
+        float4* const target = reinterpret_cast<float4*>(floats(0) + (4 * group_of_8 + t) * kPairStride) + 4 * part;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          target[j] = make_float4(value[0][2 * j], value[1][2 * j], value[0][2 * j + 1], value[1][2 * j + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ void load_stored(int slice, SlicePart& state) const {
+    const char* const slices = shared + layout.checkpoint;
+    const int at = slice * kSliceWidth * N;
+    if constexpr (kPlain) {
+      load_slice(reinterpret_cast<const Format*>(slices) + at, lane, state);
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
+      load_slice(reinterpret_cast<const float*>(slices) + at, lane, state);
+    } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_BF16) {
+      load_slice(reinterpret_cast<const __nv_bfloat16*>(slices) + at, lane, state);
+    } else {
+      load_slice(reinterpret_cast<const __half*>(slices) + at, lane, state);
+    }
+  }
+
+  // The state of a slice of the k-th head.
+  __device__ __forceinline__ void form_slice(int k, int slice, SlicePart& state) const {
+    if (stored_before) {
+      load_stored(slice, state);
+    } else {
+#pragma unroll
+      for (float& value : reinterpret_cast<float (&)[4 * kBlock]>(state)) value = 0.0f;
+    }
+    const int P = problem.geometry.head_dim;
+    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0),
+               floats(layout.exponents) + k * layout.delta_stride, floats(layout.terms)[k * layout.terms_stride], h,
+               lane, params.tf32_mask);
+  }
+
+  // Plain checkpoints, of which steps read what is stored.
+  __device__ __forceinline__ void fold_plain_heads() const {
+    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
+    const bool stochastic = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR;
+    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+                             row_index, row.stream,        row.writes};
+    const RoundingKey keys = of_lane.key();  // of the lane-th head
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const int head = head_of(k);
+      const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
+      bool finite = true;
+      await_fold(k % 2);
+#pragma unroll 1
+      for (int slice = min(warp, params.slices - 1);;) {  // a warp that has none does the last one too: the same bits
+        SlicePart state;
+        form_slice(k, slice, state);
+        if (together && k + 1 < heads) {
+          __syncthreads();
+          request_fold(head + 1);
+        }
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+          const int p = slice * kSliceWidth + 2 * g + i;
+          Format* const target = reinterpret_cast<Format*>(checkpoint(head)) + p * N + column_of(lane, 0);
+          const float amax = larger_magnitude(larger_magnitude(state[0][0]), larger_magnitude(state[0][1]));
+          if (std::is_same_v<Format, __half> && stochastic) {
+            const bool moderate = amax < 65472.0f;
+            if constexpr (std::is_same_v<Format, __half>) {
+              store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
+              if (!moderate) finite = finite && is_stored_finite(target);
+            }
+          } else {
+            store_nearest(state[0], target);
+            finite = finite && float_bits(amax) < infinite_from(problem.config.checkpoint);
+          }
+          if (i > 0) break;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+        }
+        slice += kWarps;
+        if (slice >= params.slices) break;
+      }
+      if (!finite) {
+        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+        owner.report_not_finite();
+      }
+      if (!together && k + 1 < heads) {
+        __syncthreads();
+        request_fold(head + 1);
+      }
+    }
+  }
+
+  // With a read copy, of which steps read what is cast.
+  __device__ __forceinline__ void fold_heads() const {
+    const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
+    const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
+    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
+    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+                             row_index, row.stream,        row.writes};
+    const RoundingKey keys = of_lane.key();  // of the lane-th head
+    // A warp that has none of its own does the last one too: the same bits, to the same places. (A path on which
+    // nothing is formed would keep registers for it.)
+    const int first_slice = min(warp, params.slices - 1);
+    const int last_slice = first_slice + (params.slices - 1 - first_slice) / kWarps * kWarps;
+#pragma unroll 1
+    for (int k = 0; k < heads; ++k) {
+      const int head = head_of(k);
+      await_fold(k % 2);
+      SlicePart state;
+      float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
+      float of_lane_amax = 0.0f;
+      int slice = last_slice;
+      do {
+        form_slice(k, slice, state);  // the warp's first slice stays
+        if constexpr (State::kColumnScales) {
+          const float4 amax = column_maxima(
+              state, lane, reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride));
+          columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
+          columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
+        } else {
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[b / 2][b % 2]));
+          }
+        }
+        slice -= kWarps;
+      } while (slice >= first_slice);
+      if constexpr (State::kColumnScales) {
+        __syncwarp();
+        reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride)[lane] = columns;
+        of_lane_amax = larger_magnitude(larger_magnitude(columns.x, columns.y), larger_magnitude(columns.z, columns.w));
+      }
+      const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
+      if (lane == 0) words(layout.warp_max)[warp] = of_warp;
+      __syncthreads();
+      uint32_t head_amax = 0;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
+      char* const copy = read_copy(head);
+      const float head_scale = store_scales(copy, head_amax);
+      finish_stores_before_blocks();
+      __syncthreads();
+      if (together && k + 1 < heads) request_fold(head + 1);
+      const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
+      bool finite = head_amax < infinite_from(checkpoint_format);
+      const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse)};
+      slice = first_slice;
+      while (true) {
+        int p = slice * kSliceWidth + 2 * g;
+        char* stored = checkpoint(head) + (p * N + column_of(lane, 0)) * stored_size;
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i, ++p, stored += N * stored_size) {  // a loop, for the instruction cache
+          if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
+            const bool moderate = head_amax < float_bits(65472.0f);
+            __half* const target = reinterpret_cast<__half*>(stored);
+            store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
+            if (!moderate) finite = finite && is_stored_finite(target);
+          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
+            store_nearest(state[0], reinterpret_cast<float*>(stored));
+          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
+            store_nearest(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
+          } else {
+            store_nearest(state[0], reinterpret_cast<__half*>(stored));
+          }
+          cast_row<Format>(state[0], p, lane, cast);
+          if (i > 0) break;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+        }
+        slice += kWarps;
+        if (slice >= params.slices) break;
+        form_slice(k, slice, state);
+      }
+      if (!finite) {
+        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+        owner.report_not_finite();
+      }
+      if (!together && k + 1 < heads) {
+        __syncthreads();
+        request_fold(head + 1);
+      }
+    }
+  }
+
+  // The scale of the head, and of columns: to the copy, what columns are multiplied by to shared memory.
+  __device__ __forceinline__ float store_scales(char* copy, uint32_t head_amax) const {
+    if constexpr (std::is_same_v<Format, Fp8>) {
+      return 0.0f;
+    } else {
+      const BlockChunk<Format> chunk{problem.geometry.head_dim, N};
+      const float head_scale = Format::head_scale(head_amax);
+      if (tid == 0) {  // and the zeros behind it
+        *reinterpret_cast<uint4*>(copy + chunk.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
+      }
+      if constexpr (Format::kColumnScales) {
+        static_assert(N == kThreads);
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i)
+          amax = larger_magnitude(amax, floats(layout.scratch + i * layout.scratch_stride)[tid]);
+        const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
+        copy[chunk.column_scales() + tid] = static_cast<char>(scale);
+        floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+      }
+      return head_scale;
+    }
   }
 
   // ---- outputs ----
@@ -612,10 +994,17 @@ struct ReadCta {
   }
   // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
   __device__ int history_at(int tile) const {
-    const int record = 16 * tile + lane / 16 * 8 + lane % 8;
+    const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
     return (record < history ? static_cast<int>(reinterpret_cast<char*>(x()) - shared) + record * layout.x_stride * 2
                              : layout.zeros) +
-           2 * (first_slice * kSliceWidth + lane / 8 % 2 * 8);
+           2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
+  }
+
+  // The lane's row of the new tokens, for ldmatrix; zeros where there is none.
+  __device__ int new_tokens_at() const {
+    const int token = lane / 8 % 2 * 8 + lane % 8, at = layout.x + team * layout.x_rows * layout.x_stride * 2;
+    return (token < T ? at + (layout.new_x_row + token) * layout.x_stride * 2 : layout.zeros) +
+           2 * (first_slice * kSliceWidth + lane / 16 * 8);
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
@@ -666,6 +1055,9 @@ struct ReadCta {
         }
         out[pair] = head_out + s * args.out.stride[0];
       }
+      int own_x_at[kTokens];  // elements from the first token
+#pragma unroll
+      for (int r = 0; r < kTokens; ++r) own_x_at[r] = kSingle ? 0 : keep(min(first + r, T - 1) * layout.x_stride);
       uint4 only_query[kProducts / 2];
       uint32_t only_weights[2][2];
       if (kSingle) {
@@ -712,7 +1104,9 @@ struct ReadCta {
         const State codes(source);
         multiply_state<kPairs>(codes, query_operand, sum);
 
-        const float own_x = static_cast<float>(*new_x);
+        float own_x[kTokens];
+#pragma unroll
+        for (int r = 0; r < kTokens; ++r) own_x[r] = static_cast<float>(new_x[own_x_at[r]]);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
           float products[4];
@@ -729,8 +1123,7 @@ struct ReadCta {
 #pragma unroll
           for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
             if (r == 2 * pair + 1 && !odd) continue;
-            const float x = kSingle ? own_x : static_cast<float>(new_x[min(first + r, T - 1) * layout.x_stride]);
-            value = fmaf(u[pair][r], x, value);
+            value = fmaf(u[pair][r], own_x[r], value);
           }
           if (kSingle ? !odd : s < T) store_scalar(out[pair], kDtypeOf<Staged>, 0, value);
           out[pair] += kSliceWidth;
@@ -743,36 +1136,209 @@ struct ReadCta {
     }
   }
 
-  // All of it.
-  __device__ __forceinline__ void run() const {
-    if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
-    if (!kFolds && member == 0 && lane == 0) {
-      init_barrier(barrier(), 1);
-      finish_stores_before_blocks();
+  // The same from slices of a plain checkpoint, of rows of up to kPlainTokens: a lane has four rows of token g.
+  __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
+                                             Slices& slices) const {
+    constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
+    const int tiles = (history + 15) / 16;
+    const float* const terms = floats(terms_at);
+    const float decay = kFolds ? 1.0f : terms[0];
+    const typename State::Places of_state(lane);
+
+    // What all slices take, of the lane's token. Rows 0 to 7 of a product's first operand are the tokens' first parts
+    // of weights, rows 8 to 15 their second.
+    const int own = kSingle ? 0 : min(g, T - 1);
+    auto weights_of = [&](int tile) {
+      const int stride = layout.w_stride / 2;
+      const uint32_t* source = words(layout.w) + (k * layout.tokens + own) * kParts * stride + 8 * tile + t;
+      return make_uint4(source[0], source[stride], source[4], source[stride + 4]);
+    };
+    uint4 query[kQueryParts][State::kQueries], weights[2] = {};
+#pragma unroll
+    for (int part = 0; part < kQueryParts; ++part)
+#pragma unroll
+      for (int i = 0; i < State::kQueries; ++i) {
+        const int at = layout.query + (part * layout.tokens + own) * kQueryStride * 4;
+        query[part][i] = *reinterpret_cast<const uint4*>(shared + at + 64 * i + 16 * t);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < tiles) weights[i] = weights_of(i);
     }
+    const float factor = decay * floats(layout.query_scale)[own], since = terms[1 + own];
+    const float* const u = terms + 1 + layout.tokens + own;
+    const float own_u = u[own * layout.tokens];
+    uint4 weights_before = {};  // of new tokens before it
+    if (!kSingle) {
+      float rest[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) rest[i] = 2 * t + i < own ? u[(2 * t + i) * layout.tokens] : 0.0f;
+      weights_before.x = pack_pair<__nv_bfloat16>(rest[0], rest[1]);
+      const float2 taken = unpack_pair<__nv_bfloat16>(weights_before.x);
+      weights_before.y = pack_pair<__nv_bfloat16>(__fsub_rn(rest[0], taken.x), __fsub_rn(rest[1], taken.y));
+    }
+    auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
+#pragma unroll
+      for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          multiply_pairs<__nv_bfloat16>(sum[half], weight.x, weight.y, weight.z, weight.w, x.part[part][2 * half],
+                                        x.part[part][2 * half + 1]);
+        }
+    };
+    auto sum_of = [](const float (&sum)[2][4], int i) { return __fadd_rn(sum[i / 2][i % 2], sum[i / 2][2 + i % 2]); };
+
+    int history_x[2] = {places.history_x[0], places.history_x[1]};
+    int tokens_x = kSingle ? 0 : new_tokens_at();
+    const Staged *new_x = staged(places.out_x), *own_x = new_x + own * layout.x_stride;
+    Staged* out = head_out + own * args.out.stride[0];
+
+#pragma unroll 1
+    for (int slice = 0; slice < slices.own; ++slice) {
+      const State state = take_slice(slices, of_state);
+      float past[2][4] = {};
+      typename State::Sums sum = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], past);
+      }
+#pragma unroll 1
+      for (int i = 2; i < tiles; ++i) {
+        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), weights_of(i), past);
+      }
+#pragma unroll
+      for (int part = kQueryParts - 1; part >= 0; --part) {
+        state.multiply([&](int i) { return query[part][i]; }, sum);
+      }
+      float value[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        value[i] = __fmul_rn(fmaf(State::value(sum, i), factor, sum_of(past, i)), since);
+      }
+      if (!kSingle && T > 1) {
+        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
+        // these are added apart.
+        float before[2][4] = {};
+        uint32_t x[4];
+        load_transposed(x, staged(tokens_x));
+        add(HistoryOperand<Staged>(x), weights_before, before);
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(sum_of(before, i));
+        finite = __all_sync(~0u, finite);
+        if (!finite) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[i] &= (is_finite<Staged>(x[i] & 0xffffu) ? 0xffffu : 0u) |
+                    (is_finite<Staged>(x[i] & 0xffff0000u) ? 0xffff0000u : 0u);
+            before[i / 2][i % 2] = before[i / 2][i % 2 + 2] = 0.0f;
+          }
+          add(HistoryOperand<Staged>(x), weights_before, before);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (own > 0) value[i] = __fadd_rn(value[i], sum_of(before, i));
+        }
+#pragma unroll 1
+        for (int r = 0; !finite && r < own; ++r) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            const float left_out = static_cast<float>(new_x[r * layout.x_stride + i / 2 * 8 + i % 2]);
+            if (!isfinite(left_out)) value[i] = fmaf(u[r * layout.tokens], left_out, value[i]);
+          }
+        }
+      }
+      const float2 upper = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x)),
+                   lower = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x + 8));
+      value[0] = fmaf(own_u, upper.x, value[0]), value[1] = fmaf(own_u, upper.y, value[1]);
+      value[2] = fmaf(own_u, lower.x, value[2]), value[3] = fmaf(own_u, lower.y, value[3]);
+      if (g < T) {
+        if (params.paired) {
+          *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
+          *reinterpret_cast<uint32_t*>(out + 8) = pack_pair<Staged>(value[2], value[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
+        }
+      }
+      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
+      new_x += kSliceWidth, own_x += kSliceWidth, out += kSliceWidth;
+    }
+  }
+
+  // What can be done before anything is known.
+  __device__ __forceinline__ void set_up() const {
+    if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
+    if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
+    if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
+    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1);
+    finish_stores_before_blocks();
     __syncwarp();
-    if (!kFolds && !stored_before) {
+  }
+
+  // What precedes a group's heads.
+  __device__ __forceinline__ void begin() const {
+    if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+    if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     close_group();
+  }
+
+  // All of it, up to the state of the heads.
+  __device__ __forceinline__ void fold() const {
+    set_up();
+    begin();
+    for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
+      *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
+    }
+    close_group();
+    const TokenInputs inputs = load_tokens();
+    widen_history();
+    prepare(inputs);
+    if constexpr (kPlain) {
+      fold_plain_heads();
+    } else {
+      fold_heads();
+    }
+    finish_writes_before_blocks();
+    __syncthreads();
+  }
+
+  // All of it or, if the CTA folds, what is left to do.
+  __device__ __forceinline__ void run() const {
+    if (!kFolds) begin();
     Head head(*this, team);
     const Places places(*this);
+    Slices slices;
+    if constexpr (kPlain) {
+      slices = Slices(*this, head);
+      begin_slices(slices);
+    }
     if (team < heads) request_head(head, places);
     close_group();
-    prepare(load_tokens());
-    if constexpr (kFolds) fold();
+    if constexpr (!kFolds) {
+      prepare(load_tokens());
+    } else if (team_bits > 0) {
+      if (team < heads) await_head(0);
+      __syncthreads();
+    }
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
-      if (!kFolds && team_bits == 0) {
+      if (team_bits == 0) {
         await_head(parity);
         __syncwarp();
       }
       append_x(head, places);
-      read_head(k, places, terms, head.out);
+      if constexpr (kPlain) {
+        read_plain(k, places, terms, head.out, slices);
+      } else {
+        read_head(k, places, terms, head.out);
+      }
       terms += kWarps * 4 * layout.terms_stride;
       if (kFolds || team_bits > 0 || k + kWarps >= heads) break;
       head.advance(params);
@@ -780,6 +1346,15 @@ struct ReadCta {
       __syncwarp();
       request_head(head, places);
       close_group();
+    }
+    if constexpr (kFolds) {  // the next task makes them anew
+      __syncthreads();
+      if (kPlain && lane < kSlots) end_barrier(slot_barrier(lane));
+      if (member == 0 && lane == 0) {
+        if (!kPlain) end_barrier(barrier());
+        if (team == 0) end_barrier(fold_barrier());
+      }
+      __syncthreads();
     }
   }
 };

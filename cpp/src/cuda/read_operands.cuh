@@ -10,6 +10,12 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
+// Keeps a value in a register, where the compiler would compute it anew.
+__device__ inline int keep(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 constexpr int kProducts = 8;  // of 16 columns, for a row of the state
 
 // shifted to the sign and to the exponent has nothing where the other goes (a single LOP3, where the compiler would
@@ -206,8 +212,15 @@ struct HistoryOperand {
   // x: the lane's row of a matrix of 8 by 8: of record lane / 16 * 8 + lane % 8, the slice's columns from lane / 8 % 2
   // * 8 on.
   __device__ explicit HistoryOperand(const Staged* x) {
+    load_transposed(part[0], x);
+    take_parts();
+  }
+  // word: what load_transposed brings.
+  __device__ explicit HistoryOperand(const uint32_t (&word)[4]) : part{{word[0], word[1], word[2], word[3]}} {
+    take_parts();
+  }
+  __device__ void take_parts() {
     uint32_t (&a)[4] = part[0];
-    load_transposed(a, x);
     if constexpr (kParts == 2) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -229,8 +229,8 @@ replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const F
 
 // ---- step and flush on tensor cores (step_mma.cu) ------------------------------------------------------------------
 
-// Whether the pool's states are folded on tensor cores (mma.cuh), and whether these kernels take its steps and flushes.
-// All of them, or none: the bits differ from those of the generic kernels.
+// Whether the pool's states are folded on tensor cores (mma.cuh), and whether these kernels take its flushes, and its
+// steps if has_fused_step_read() does not. All of them, or none: the bits differ from those of the generic kernels.
 inline bool has_mma_fold(const Problem& problem) {
   return problem.geometry.state_dim == kMaxStateDim && problem.geometry.head_dim % 16 == 0 &&
          problem.config.activation != REPLAYSSM_FP32;
@@ -245,13 +245,11 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
                            const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log);
 cudaError_t load_step_mma_kernels();
 
-// ---- step from quantised states on tensor cores (step_read.cu) ------------------------------------------------------
+// ---- step from quantised and 16-bit states on tensor cores (step_read.cu) -------------------------------------------
 
 // Whether these kernels take the pool's steps; if not fused, rows flagged FLUSH must have been folded before.
 bool has_step_read(const Problem& problem);
-inline bool has_fused_step_read(const Problem& problem) {
-  return has_step_read(problem) && problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
-}
+bool has_fused_step_read(const Problem& problem);
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
 cudaError_t load_step_read_kernels();
 

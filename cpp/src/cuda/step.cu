@@ -488,22 +488,23 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
                       const replayssm_table& table, const void* plan, int32_t rows, const replayssm_scan_args& args,
                       bool flushed) {
   if (rows == 0) return REPLAYSSM_OK;
-  if (has_step_mma(problem)) {
-    return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
-  }
   if (has_fused_step_read(problem)) {
     return step_read(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
   }
+  if (has_step_mma(problem)) {
+    return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
+  }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
-  // own, and the rows that flushed read what it left in the L2.
-  const bool quantised =
-      with_read_format(problem.config, [](auto stored) { return StatePart<decltype(stored)>::kQuantised; });
-  if (quantised && !flushed) {
+  // own, and the rows that flushed read what it left in the L2. So are those that step_read.cu has no room to fold.
+  const bool apart = has_step_read(problem) || with_read_format(problem.config, [](auto stored) {
+                       return StatePart<decltype(stored)>::kQuantised;
+                     });
+  if (apart && !flushed) {
     const replayssm_status status = launch_fold(
         "step", exec, flush_params(problem, layer, table, args.A_log, plan, rows, args.max_count, args.num_tokens));
     if (status != REPLAYSSM_OK) return status;
   }
-  const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || quantised);
+  const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed || apart);
   if (has_step_read(problem)) return step_read(exec, params, rows);
   const StepShared shared(problem.geometry.head_dim, problem.geometry.state_dim, problem.config.window + args.max_count,
                           args.max_count);

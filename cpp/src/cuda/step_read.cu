@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step from quantised states on tensor cores: state_dim 128, head_dim a multiple of 16, 16-bit activations.
+// step on tensor cores from states of 16 bits a value or fewer: state_dim 128, head_dim a multiple of 16, 16-bit
+// activations.
 //
 //     y_s = exp(f_s) [ d S C_s + sum_i v_i (B_i . C_s) x_i ] + sum_{r<=s} u_rs x_r,    u_ss including D
 //
-// with the symbols of step_mma.cu, but that S is the read copy (FP8, NVFP4, E2M2), or a checkpoint of such a format.
+// with the symbols of step_mma.cu, but that S is the read copy (FP8, NVFP4, E2M2), or a checkpoint of such a format, or
+// of FP16 or BF16.
 //
 // A CTA owns up to kMaxCtaHeads heads of one group of one row. What they share it does once: B^T C, C in FP16, and the
 // weights of all heads, for a thread sums up a head's exponents as cheaply as a warp would. Then each of its four warps
 // takes a head by itself, and another after that; in small batches two or four warps share one. A head's state comes by
-// one block copy (pipeline.cuh), its records of x by asynchronous copies into rows that ldmatrix can read without
-// meeting a bank twice. Warps are at different points, so that some wait for memory while others compute. What bounds
-// this kernel is the number of instructions: a state of 4 bits a value is little memory. Hence the addresses that are
-// kept in registers (keep(), hide_address()), where the compiler would compute them anew.
+// one block copy (pipeline.cuh) or, if it is plain, by one a slice of 16 rows, through a ring of slots: what a warp has
+// read makes room for what it will read next. Records of x come by asynchronous copies into rows that ldmatrix can read
+// without meeting a bank twice. Warps are at different points, so that some wait for memory while others compute. What
+// bounds this kernel is the number of instructions: a state of 4 bits a value is little memory. Hence the addresses
+// that are kept in registers (keep(), hide_address()), where the compiler would compute them anew.
 //  1. S C by mma.m16n8k16 in FP16. A code's bits in the places of FP16's are the code times 2^-14. The order of a
 //     product's terms is free: of rows g and g + 8, lane (g, t) = (lane / 4, lane mod 4) takes the t-th 32 columns, two
 //     blocks, so that a row's codes are one vector load (FP8: the t-th 16 of either half). Column n of the product has
@@ -26,34 +29,64 @@
 //     three parts of 8 bits, which is all that they have. Column n has part n / 2 for token n mod 2. So the sum over
 //     the four lanes of a quad, formed once, is both that over blocks and that over parts. The sums over new tokens are
 //     no product: a later one may be NaN.
-//  4. Rows flagged FLUSH are the work of other CTAs, the first of the grid, a head at a time: they fold the records
-//     into the checkpoint as step_mma.cu does, in float32 in shared memory, cast it to the read copy from there, and
-//     go on as above with what they cast. Steps and flushes don't wait for each other.
+//  4. A plain state's words are the operand, as the second of a product whose first has 8 tokens as rows: no code is
+//     decoded, and no sum crosses lanes. x and the weights, in two parts that are rounded to BF16, are such a product
+//     as well; so is what a token takes from the new tokens before it, where x that is not finite is left out, since
+//     zero times that is not zero for tokens before it, and added apart.
+//  5. Rows flagged FLUSH are the work of other CTAs, which stand among the first of the grid, so that an SM has both
+//     kinds. Such a CTA takes as many heads of a group as keep all of them busy, up to one a warp. It prepares for all
+//     of them at once, folds one after the other into its checkpoint, as step_mma.cu does, casts it to its read copy
+//     (head_fold.cuh) if there is one, and goes on as above with what it has stored. Steps and flushes don't wait for
+//     each other.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
-// Operands are in read_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in read_cta.cuh.
+// Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
+// read_cta.cuh.
 #include "read_cta.cuh"
 
 namespace replayssm {
 namespace cuda {
 namespace {
 
+// Of an SM. Rows of several tokens mostly take so much shared memory that there is room for three: they get the
+// registers of the fourth.
+template <typename Format, bool kSingle>
+constexpr int kCtasPerSm = kSingle || kIsPlain<Format> ? 4 : 3;
+
 // kSingle: rows have one token at most. That changes no bit: the same operations, but for the loops around them.
 template <typename Format, typename Staged, bool kSingle>
-__global__ __launch_bounds__(kThreads, 4) void step_read_kernel(const __grid_constant__ ReadParams params) {
+__global__ __launch_bounds__(kThreads, (kCtasPerSm<Format, kSingle>)) void step_read_kernel(
+    const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
-  begin_early();
-  if (blockIdx.x >= params.flush_ctas) {
-    ReadCta<Format, Staged, false, kSingle> cta(params, shared);
-    if (cta.take(blockIdx.x - params.flush_ctas)) cta.run();
+  let_next_begin();
+  // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
+  const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
+  const bool among = before < params.flush_ctas;
+  if (!among || before << spacing != blockIdx.x) {
+    ReadCta<Format, Staged, false, kSingle> cta(params, shared, params.team_bits);
+    cta.set_up();
+    await_previous();
+    if (cta.take(blockIdx.x - (among ? before + 1 : params.flush_ctas))) cta.run();
     return;
   }
+  await_previous();
   const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
+  // A head for each warp, if there are enough for all CTAs.
+  const uint32_t flushed_heads = header->num_flush * params.heads.divisor;
+  int team_bits = kMaxTeamBits;
+  while (team_bits > params.fold_team_bits && flushed_heads >> (kMaxTeamBits - team_bits) > params.flush_ctas) {
+    --team_bits;
+  }
+  const uint32_t tasks = header->num_flush * params.scan.problem.geometry.num_groups * fold_chunks(params, team_bits);
 #pragma unroll 1
-  for (uint32_t task = blockIdx.x; task < header->num_flush * params.heads.divisor; task += params.flush_ctas) {
-    ReadCta<Format, Staged, true, kSingle> cta(params, shared);
-    if (cta.take(task)) cta.run();
-    __syncthreads();  // before the next head is staged
+  for (uint32_t task = before; task < tasks; task += params.flush_ctas) {
+    using Cta = ReadCta<Format, Staged, true, kSingle>;
+    Cta folding(params, shared, team_bits);
+    if (!folding.take(task)) continue;
+    folding.fold();
+    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
+    reading.take(task);
+    reading.run();
   }
 }
 
@@ -69,9 +102,19 @@ ReadKernel* choose_read(int activation, bool single) {
   return single ? step_read_kernel<Format, __half, true> : step_read_kernel<Format, __half, false>;
 }
 
+// Whether steps read a plain checkpoint of 16 bits a value. (Those that flush more often are faster in step_mma.cu.)
+bool is_plain(const replayssm_config& config) {
+  return config.read_copy == REPLAYSSM_READ_COPY_NONE && config.checkpoint > REPLAYSSM_CHECKPOINT_FP32 &&
+         config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR && config.max_step_tokens <= kPlainTokens &&
+         4 * config.max_step_tokens <= config.window;
+}
+
 // Calls f with a value of the format that steps read: of the read copy, if there is one.
 template <typename F>
-auto with_quantised(const replayssm_config& config, F&& f) {
+auto with_read_format(const replayssm_config& config, F&& f) {
+  if (is_plain(config)) {
+    return config.checkpoint == REPLAYSSM_CHECKPOINT_BF16 ? f(__nv_bfloat16()) : f(__half());
+  }
   if (config.read_copy == REPLAYSSM_READ_COPY_NVFP4) return f(Nvfp4());
   if (config.read_copy == REPLAYSSM_READ_COPY_E2M2) return f(E2m2());
   if (config.read_copy == REPLAYSSM_READ_COPY_NVFP4_AMAX) return f(Nvfp4Amax());
@@ -85,23 +128,38 @@ auto with_quantised(const replayssm_config& config, F&& f) {
 // leaves so many, and room for two others in an SM.
 constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
+constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
-int most_flush_ctas(int64_t row_heads) { return row_heads < 8192 ? 264 : 528; }
+int most_flush_ctas(const replayssm_config& config, int64_t row_heads) {
+  return is_plain(config) || row_heads < 8192 ? 264 : 528;
+}
+
+// Of so many of the first CTAs one folds, as a power of two. Steps from plain checkpoints wait for memory, those from
+// read copies for instructions, as folds do.
+int most_flush_spacing(const replayssm_config& config) { return is_plain(config) ? 2 : 0; }
 
 ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, bool folds) {
-  return with_quantised(problem.config, [&](auto format) {
-    using State = StateOperand<decltype(format)>;
-    const int P = problem.geometry.head_dim;
-    return ReadShared(P, problem.config.window, tokens, heads, teams, State::bytes(P), State::kColumnScales, folds);
+  return with_read_format(problem.config, [&](auto format) {
+    using Format = decltype(format);
+    const int size = !folds ? 0 : problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
+    const int P = problem.geometry.head_dim, window = problem.config.window;
+    return problem.config.activation == REPLAYSSM_BF16
+               ? ReadShared::of<Format, __nv_bfloat16>(P, window, tokens, heads, teams, size)
+               : ReadShared::of<Format, __half>(P, window, tokens, heads, teams, size);
   });
 }
 
 }  // namespace
 
 bool has_step_read(const Problem& problem) {
-  const bool plain = problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR;
-  return has_mma_fold(problem) && (problem.read_copy_head_bytes > 0 || !plain) &&
-         lay_out(problem, problem.config.max_step_tokens, 1, 1, plain).bytes <= kSharedLimit;
+  const bool quantised = problem.read_copy_head_bytes > 0 || problem.config.checkpoint > REPLAYSSM_CHECKPOINT_FP16_SR;
+  return has_mma_fold(problem) && (quantised || is_plain(problem.config)) &&
+         lay_out(problem, problem.config.max_step_tokens, 1, 1, false).bytes <= kSharedLimit;
+}
+
+bool has_fused_step_read(const Problem& problem) {
+  return has_step_read(problem) && problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR &&
+         lay_out(problem, problem.config.max_step_tokens, 1, 1, true).bytes <= kSharedLimit;
 }
 
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {
@@ -112,7 +170,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   ReadParams params{};
   params.scan = scan;
   params.rows = rows;
-  params.flush_ctas = folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(row_heads), row_heads)) : 0;
+  params.flush_ctas =
+      folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads), row_heads)) : 0;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
   params.heads = Quotient(g.num_heads);
@@ -123,9 +182,16 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
       int64_t{kWarps} * problem.ring_rows * g.head_dim, kWarps * scan.args.x.stride[1],
       kWarps * scan.args.out.stride[1]};
   params.state_bytes =
-      with_quantised(problem.config, [&](auto format) { return StateOperand<decltype(format)>::bytes(g.head_dim); });
+      with_read_format(problem.config, [&](auto format) { return StateOperand<decltype(format)>::bytes(g.head_dim); });
+  const replayssm_tensor& out = scan.args.out;
+  params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   int64_t ctas = 0;
+  auto bytes = [&](int heads) { return lay_out(problem, scan.args.max_count, heads, kWarps, false).bytes; };
+  // Plain checkpoints, most of which is slices, are read by CTAs of many heads where these leave room for but one
+  // other.
+  const bool fits = bytes(std::min(kMaxCtaHeads, round_up(params.heads_per_group, kWarps))) <= kManyHeadsShared;
+  const int limit = is_plain(problem.config) && !fits ? kSharedLimit : kManyHeadsShared;
   auto share = [&](int heads, int bits) {
     const int chunks = (params.heads_per_group + heads - 1) / heads;
     params.team_bits = bits;
@@ -142,13 +208,25 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     }
   }
   while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && 2 * params.cta_heads <= kMaxCtaHeads &&
-         ctas >= 2 * kEnoughCtas &&
-         lay_out(problem, scan.args.max_count, 2 * params.cta_heads, kWarps, false).bytes <= kManyHeadsShared) {
+         ctas >= 2 * kEnoughCtas && bytes(2 * params.cta_heads) <= limit) {
     share(2 * params.cta_heads, 0);
   }
+  params.fold_team_bits = kMaxTeamBits;
   params.folding = lay_out(problem, scan.args.max_count, 1, 1, folds);
+  while (folds && params.fold_team_bits > 0 && kWarps >> params.fold_team_bits < params.heads_per_group) {
+    const int heads = kWarps >> (params.fold_team_bits - 1);
+    const ReadShared more = lay_out(problem, scan.args.max_count, heads, heads, true);
+    const bool fits = more.bytes <= std::max(kManyFoldedShared, params.stepping.bytes);
+    if (more.bytes > kSharedLimit || (!fits && params.folding.bytes <= kManyFoldedShared)) break;
+    --params.fold_team_bits;
+    params.folding = more;
+  }
+  while (params.flush_spacing < most_flush_spacing(problem.config) &&
+         static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
+    ++params.flush_spacing;
+  }
   const int shared = std::max(params.stepping.bytes, params.folding.bytes);
-  return with_quantised(problem.config, [&](auto format) {
+  return with_read_format(problem.config, [&](auto format) {
     return launch_early("step", choose_read<decltype(format)>(problem.config.activation, scan.args.max_count == 1),
                         row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, kThreads, shared, exec, params);
   });
@@ -156,13 +234,18 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
 
 cudaError_t load_step_read_kernels() {
   replayssm_config config{};
-  for (int read_copy :
-       {REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4, REPLAYSSM_READ_COPY_NVFP4_AMAX, REPLAYSSM_READ_COPY_E2M2}) {
+  const int32_t formats[][2] = {{REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_READ_COPY_NONE},
+                                {REPLAYSSM_CHECKPOINT_FP16, REPLAYSSM_READ_COPY_NONE},
+                                {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_FP8},
+                                {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NVFP4},
+                                {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_NVFP4_AMAX},
+                                {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_E2M2}};
+  for (const auto& format : formats) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
       for (bool single : {false, true}) {
-        config.read_copy = read_copy;
+        config.checkpoint = format[0], config.read_copy = format[1];
         ReadKernel* const kernel =
-            with_quantised(config, [&](auto format) { return choose_read<decltype(format)>(activation, single); });
+            with_read_format(config, [&](auto format) { return choose_read<decltype(format)>(activation, single); });
         cudaError_t error = load_kernel(kernel);
         if (error == cudaSuccess) {
           error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
