@@ -8,7 +8,9 @@ divided by the number of layers. It cannot flatter:
   that happened: a run whose count is off the renewal value by more than 2 % is invalid.
 - Verification (T > 1 tokens a row) accepts 1..T tokens, equally likely, another number for every row and step, drawn
   beforehand and picked on the device inside the graph. The baseline stores a snapshot of the state after every token.
-- The L2 cache is cold: the pool has as many layers as it takes for a step to pass through four times the L2.
+- The L2 cache is cold: the pool has as many layers as it takes for a step to pass through four times the L2. It has
+  eight if there is room for them, since a step has plan and commit once for all its layers: a model has more (Nano-4B
+  21), so that a layer's share of them still is overrated.
 - Bytes are counted by the pool and set against the bandwidths measured in the same process.
 """
 
@@ -122,11 +124,18 @@ class Case:
         return -(-least // self.window) * self.window
 
 
-def layers_for_cold_cache(slot_bytes: int, batch: int, device: torch.device) -> int:
-    """Fewest layers (at least two) whose slots together are four times the L2 cache."""
+PLANNED_LAYERS = 8
+
+
+def layers_of_pool(layer_bytes: int, device: torch.device) -> int:
+    """As many layers of so many bytes as are four times the L2 cache and PLANNED_LAYERS at least, of which half the
+    memory must have room (else at least two).
+    """
     if device.type != "cuda":
         return 2
-    return max(2, -(-4 * torch.cuda.get_device_properties(device).L2_cache_size // (batch * slot_bytes)))
+    properties = torch.cuda.get_device_properties(device)
+    cold = -(-4 * properties.L2_cache_size // layer_bytes)
+    return max(2, cold, min(PLANNED_LAYERS, properties.total_memory // 2 // layer_bytes))
 
 
 def layer_inputs(geometry: MambaGeometry, tokens: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -159,7 +168,8 @@ class DecodeLoop:
     def __init__(self, case: Case, num_steps: int, device: torch.device):
         self.case, self.device, config = case, device, case.config
         slot_bytes = SlotLayout(case.sizes, config).slot_stride
-        self.num_layers = layers_for_cold_cache(slot_bytes, case.batch, device)
+        snapshots = case.tokens if case.mode == "conventional_verify" else 0
+        self.num_layers = layers_of_pool(case.batch * slot_bytes * (1 + snapshots), device)
         self.pool = StatePool(case.sizes, config, num_slots=case.batch, num_layers=self.num_layers, device=device)
         self.snapshots = self.pool.allocate_snapshots() if case.mode == "conventional_verify" else None
         self.inputs = [
@@ -242,7 +252,7 @@ class PeerLoop:
         layout = SlotLayout(case.sizes, case.config)
         self.state_bytes = case.batch * layout.sections["checkpoint"].bytes
         self.record_bytes = case.batch * layout.record_bytes if self.peer.longest_window else 0
-        self.num_layers = layers_for_cold_cache(self.state_bytes // case.batch, case.batch, device)
+        self.num_layers = layers_of_pool(self.state_bytes, device)
         self.memories = [
             self.peer.memory(case.batch, case.sizes, case.window, ACTIVATIONS[case.checkpoint], device)
             for _ in range(self.num_layers)
