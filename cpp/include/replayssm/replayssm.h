@@ -85,8 +85,7 @@ typedef enum {
 
 /* One Mamba-2 layer. Supported: head_dim a multiple of 8 in 8..128; state_dim 64 or 128; num_groups divides num_heads;
  * conv_kernel 2..8. (With state_dim 128 and 16-bit activations, step and flush have CUDA kernels for tensor cores if
- * head_dim is a multiple of 16, but for read copies of head_dim 128 in the longest windows; conventional_step and
- * _verify have tuned ones for head_dim 64 and 80.) */
+ * head_dim is a multiple of 16; conventional_step and _verify have tuned ones for head_dim 64 and 80.) */
 typedef struct {
   int32_t num_heads;   /* H */
   int32_t head_dim;    /* P */

@@ -91,8 +91,8 @@ replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t block
   return launch(op, false, kSharedLimit, kernel, blocks, threads, shared, exec, params...);
 }
 
-// The kernel may begin before the one before it in the stream has ended, if that allows it: every thread's first act is
-// begin_early().
+// The kernel may begin before the one before it in the stream has ended, if that allows it: every thread calls
+// begin_early(), or its two parts, before it touches global memory.
 template <typename... Params>
 replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                               const replayssm_exec& exec, const std::decay_t<Params>&... params) {

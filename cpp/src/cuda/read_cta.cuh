@@ -126,7 +126,7 @@ struct ReadParams {
   int heads_per_group, slices;  // slices a head
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
-  Quotient heads, group_heads;  // of a row, of a group
+  Quotient heads;               // of a row
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
   int state_bytes;              // of a head, as steps read it

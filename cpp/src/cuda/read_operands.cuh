@@ -18,6 +18,7 @@ __device__ inline int keep(int value) {
 
 constexpr int kProducts = 8;  // of 16 columns, for a row of the state
 
+// The E2M1 codes kCode and kCode + 4 of a word as FP16, times 2^-14. Every other code is cleared first, so that what is
 // shifted to the sign and to the exponent has nothing where the other goes (a single LOP3, where the compiler would
 // mask both). kZeros: zeros may come as -0. Then one multiplication is both shifts: 9 c - 8 of a code c = 8 sign +
 // magnitude has the sign in bit 6, the magnitude in bits 2 to 0, and is below 128.

@@ -33,11 +33,11 @@
 //     decoded, and no sum crosses lanes. x and the weights, in two parts that are rounded to BF16, are such a product
 //     as well; so is what a token takes from the new tokens before it, where x that is not finite is left out, since
 //     zero times that is not zero for tokens before it, and added apart.
-//  5. Rows flagged FLUSH are the work of other CTAs, which stand among the first of the grid, so that an SM has both
-//     kinds. Such a CTA takes as many heads of a group as keep all of them busy, up to one a warp. It prepares for all
-//     of them at once, folds one after the other into its checkpoint, as step_mma.cu does, casts it to its read copy
-//     (head_fold.cuh) if there is one, and goes on as above with what it has stored. Steps and flushes don't wait for
-//     each other.
+//  5. Rows flagged FLUSH are the work of other CTAs, which come first in the grid or, where states are plain, stand
+//     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
+//     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
+//     step_mma.cu does, casts it to its read copy (head_fold.cuh) if there is one, and goes on as above with what it
+//     has stored. Steps and flushes don't wait for each other.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
@@ -175,7 +175,6 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
   params.heads = Quotient(g.num_heads);
-  params.group_heads = Quotient(params.heads_per_group);
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
