@@ -58,6 +58,17 @@ LONG_ROUNDS = [  # verification of up to 16 tokens a row in a window of 32
 ]
 LONG_FLUSHES = 4
 
+SELDOM_ROUNDS = [  # up to 8 tokens a row in a window of 32, which steps of 16-bit checkpoints read in their own way
+    ([0, 1], [20, 3], "prefill"),
+    ([0, -1, 1], [8, 1, 5], "step"),
+    ([1, 0], [8, 8], "step"),
+    ([0, 1], [8, 8], "step"),
+    ([1, 0], [8, 8], "step"),
+    ([0, -1], [8, 1], "flush, step"),
+    ([1, 0], [8, 1], "step"),  # slot 1 is flushed by the step itself
+]
+SELDOM_FLUSHES = 2
+
 
 def agree(what: str, host: torch.Tensor, device: torch.Tensor, tolerance: float) -> None:
     host, device = host.double(), device.cpu().double()
@@ -206,6 +217,9 @@ def main() -> int:
         pair.run(ROUNDS, FLUSHES)
         pair.snapshots()
         Pair(geometry, ReplayConfig(window=32, max_step_tokens=16, **formats), generator).run(LONG_ROUNDS, LONG_FLUSHES)
+        Pair(geometry, ReplayConfig(window=32, max_step_tokens=8, **formats), generator).run(
+            SELDOM_ROUNDS, SELDOM_FLUSHES
+        )
         print(f"head_dim {geometry.head_dim}, {activation}, checkpoint {checkpoint}: every op agrees with the host")
     for index, (checkpoint, read_copy) in enumerate(FORMATS):
         geometry, activation, _ = CASES[index % len(CASES)]

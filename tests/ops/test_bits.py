@@ -196,20 +196,22 @@ def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activat
     assert same_bits(stack.cycle(pools[0], [0], [last])[0], stack.cycle(pools[1], [0], [last])[0])
 
 
-@pytest.mark.parametrize("head_dim, formats", [(64, {}), (80, {}), (64, COPY)])
-def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim, formats):
+@pytest.mark.parametrize(
+    "head_dim, most, formats", [(64, 4, {}), (80, 4, {}), (64, 4, COPY), (64, 2, {"checkpoint": "fp16"})]
+)
+def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim, most, formats):
     """However many heads a large batch makes a CTA take. Rows stand at different histories; some flush."""
     geometry = MambaGeometry(num_heads=9, head_dim=head_dim, num_groups=1, state_dim=128)
     rows, picked = 260, [3, 100, 259]
-    stack = Stack(geometry, ReplayConfig(window=8, max_step_tokens=4, **formats), num_layers=1, device=device)
+    stack = Stack(geometry, ReplayConfig(window=8, max_step_tokens=most, **formats), num_layers=1, device=device)
     pools = [stack.pool(rows), stack.pool(rows)]
     every = list(range(rows))
     for pool in pools:
         pool.reset(every)
-    raw, dt = stack.tape(1, 4 * rows)
-    for cycle in range(4):
-        counts = [1 + (row + cycle) % 4 for row in every]
-        chunks = [(raw[4 * row : 4 * row + n], dt[4 * row : 4 * row + n]) for row, n in zip(every, counts, strict=True)]
+    raw, dt = (tensor.unflatten(0, (rows, most)) for tensor in stack.tape(1, most * rows))
+    for cycle in range(16 // most):
+        counts = [1 + (row + cycle) % most for row in every]
+        chunks = [(raw[row, :n], dt[row, :n]) for row, n in zip(every, counts, strict=True)]
         whole = stack.cycle(pools[0], every, chunks)
         for row in picked:
             assert same_bits(stack.cycle(pools[1], [row], [chunks[row]])[0], whole[row]), f"cycle {cycle}, row {row}"

@@ -259,14 +259,23 @@ def test_fused_and_separate_flushes_round_alike(geometry, activation):
     assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("checkpoint, head_dim, rows", [("fp16", 16, 4100), ("fp16_sr", 64, 200), ("fp32", 80, 140)])
-def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, head_dim, rows):
-    """In batches of this size a warp reads the copies of several heads in turn, and a CTA folds several. All rows flush
-    once."""
+@pytest.mark.parametrize(
+    "checkpoint, read_copy, head_dim, rows",
+    [
+        ("fp16", "nvfp4", 16, 4100),
+        ("fp16_sr", "nvfp4", 64, 300),
+        ("fp32", "nvfp4", 80, 140),
+        ("fp16_sr", "none", 64, 300),
+        ("bf16", "none", 80, 300),
+    ],
+)
+def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, read_copy, head_dim, rows):
+    """In batches of this size a warp reads several heads in turn, and a CTA folds several. All rows flush once."""
     geometry = MambaGeometry(num_heads=12, head_dim=head_dim, num_groups=2, state_dim=128)
     picked = [0, rows // 2, rows - 1]
     weights = Weights.random(geometry, CUDA)
-    pools = [StatePool(geometry, config_of(checkpoint, "nvfp4", 3, 1, "bf16"), size, 1, CUDA) for size in (rows, 3)]
+    config = config_of(checkpoint, read_copy, 4, 1, "bf16")
+    pools = [StatePool(geometry, config, size, 1, CUDA) for size in (rows, 3)]
     for pool, streams in zip(pools, (list(range(rows)), picked), strict=True):
         pool.data.fill_(0xFF)
         pool.reset(list(range(pool.num_slots)), streams=streams)

@@ -104,7 +104,7 @@ class Windows:
 FLOATS = (np.float64, np.float32)
 SIXTEEN_BIT_PAIRS = [
     *(("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp32", "e2m2"), ("fp16", "nvfp4_amax")),
-    *(("fp8_sr", "none"), ("fp8_sr", "nvfp4"), ("nvfp4", "none")),
+    *(("fp8_sr", "none"), ("fp8_sr", "nvfp4"), ("nvfp4", "none"), ("fp16_sr", "none"), ("bf16", "none")),
 ]
 
 
@@ -135,7 +135,8 @@ def test_steps_read_what_is_stored(device, checkpoint, read_copy, max_step_token
 @pytest.mark.parametrize("activation", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize(
-    "checkpoint, read_copy", [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp8_sr", "none"), ("fp32", "e2m2")]
+    "checkpoint, read_copy",
+    [("fp16_sr", "nvfp4"), ("fp32", "fp8"), ("fp8_sr", "none"), ("fp32", "e2m2"), ("fp16_sr", "none")],
 )
 def test_16_bit_activations(device, checkpoint, read_copy, head_dim, activation):
     """The head sizes of Nemotron 3, several rows in other phases of their windows."""
@@ -168,7 +169,7 @@ def test_16_bit_activations(device, checkpoint, read_copy, head_dim, activation)
 @pytest.mark.parametrize("checkpoint, read_copy", SIXTEEN_BIT_PAIRS)
 @pytest.mark.parametrize(
     "head_dim, activation, window, max_step_tokens",
-    [(16, "bf16", 16, 16), (48, "fp16", 20, 9), (64, "bf16", 24, 4), (128, "bf16", 8, 3)],
+    [(16, "bf16", 16, 16), (48, "fp16", 20, 9), (64, "bf16", 24, 4), (112, "fp16", 40, 8), (128, "bf16", 8, 3)],
 )
 def test_steps_of_any_length_and_head_size(
     device, checkpoint, read_copy, head_dim, activation, window, max_step_tokens
@@ -375,28 +376,36 @@ REPORT = "row {}: the state of head 1 in layer 0 was stored with a NaN or an inf
 
 
 @all_pairs
-def test_states_that_are_not_finite_are_reported(device, checkpoint, read_copy):
+@pytest.mark.parametrize(
+    "geometry, activation, window",
+    [
+        (GEOMETRY, "fp32", 2),
+        (MambaGeometry(num_heads=2, head_dim=64, num_groups=1, state_dim=128), "bf16", 2),
+        (MambaGeometry(num_heads=6, head_dim=80, num_groups=1, state_dim=128), "fp16", 4),
+    ],
+)
+def test_states_that_are_not_finite_are_reported(device, checkpoint, read_copy, geometry, activation, window):
     """By the flush of a step: the step runs on, other rows and heads are untouched, validate tells once."""
-    weights, pools, outputs = Weights.random(GEOMETRY, device), [], []
+    weights, pools, outputs = Weights.random(geometry, device), [], []
     for bad in (0.0, float("nan")):
-        pool = StatePool(GEOMETRY, config_of(checkpoint, read_copy, 2), 2, 1, device)
+        pool = StatePool(geometry, config_of(checkpoint, read_copy, window, activation=activation), 2, 1, device)
         pool.reset([0, 1], streams=[1, 2])
-        for step in range(4):
-            tokens = random_tokens(GEOMETRY, torch.float32, 2, device, seed=step)
+        for step in range(window + 2):
+            tokens = random_tokens(geometry, pool.activation, 2, device, seed=step)
             plan = pool.plan([0, 1])
             outputs.append(ops.step(pool, 0, plan, *(poisoned(tokens, 1, bad) if step == 0 else tokens), *weights))
             pool.commit(plan)
-            if step < 2:  # the record is not finite, but no state was stored
+            if step < window:  # the record is not finite, but no state was stored
                 pool.validate()
         pools.append(pool)
-    fine, bad = torch.stack(outputs[:4]), torch.stack(outputs[4:])
+    fine, bad = torch.stack(outputs).unflatten(0, (2, window + 2))
     pools[0].validate()
     with pytest.raises(ValueError, match=REPORT.format(1)):
         pools[1].validate()
     pools[1].validate()
     assert same_bits(bad[:, 0], fine[:, 0]) and same_bits(pools[1].data[0, 0], pools[0].data[0, 0])
     assert same_bits(bad[:, 1, 0], fine[:, 1, 0])
-    assert torch.isnan(bad[3, 1, 1, 3])
+    assert torch.isnan(bad[-1, 1, 1, 3])
 
 
 @all_pairs
