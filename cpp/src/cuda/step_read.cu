@@ -32,7 +32,8 @@
 //  4. A plain state's words are the operand, as the second of a product whose first has 8 tokens as rows: no code is
 //     decoded, and no sum crosses lanes. x and the weights, in two parts that are rounded to BF16, are such a product
 //     as well; so is what a token takes from the new tokens before it, where x that is not finite is left out, since
-//     zero times that is not zero for tokens before it, and added apart.
+//     zero times that is not zero for tokens before it, and added apart. States of BF16 take C in BF16, FP16 in two
+//     parts. Here memory is what bounds the kernel.
 //  5. Rows flagged FLUSH are the work of other CTAs, which come first in the grid or, where states are plain, stand
 //     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
 //     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
