@@ -21,7 +21,7 @@ from .operators import ACTIVATIONS
 from .plan import FOLDED, STEPPED
 
 GEOMETRY = MambaGeometry(num_heads=8, head_dim=64, num_groups=2, state_dim=128, conv_kernel=4)
-PROMPT, STEPS, DRAFTS, WINDOW = 37, 20, 3, 8
+PROMPT, STEPS, DRAFTS, WINDOW = 37, 20, 3, 16
 FORMATS = (  # activation, checkpoint, read copy
     ("fp32", "fp32", "none"),
     ("bf16", "fp32", "none"),

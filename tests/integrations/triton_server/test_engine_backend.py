@@ -6,11 +6,11 @@ import threading
 from runtime.prompts import PROMPTS
 
 from trtllm_replayssm.builder import EngineConfig, build
-from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.repository import write_model
 from trtllm_replayssm.integrations.triton_server.settings import Settings
 from trtllm_replayssm.runtime import SamplingParams
 
+from .clients import Client
 from .serving import TINY, Launched
 from .solo import assert_solo
 

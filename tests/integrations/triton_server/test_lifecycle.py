@@ -13,13 +13,12 @@ from collections.abc import Callable
 import numpy
 import pytest
 from runtime.prompts import PROMPTS
-from tritonclient.utils import InferenceServerException
 
-from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.repository import write_model
 from trtllm_replayssm.integrations.triton_server.settings import Settings
 from trtllm_replayssm.runtime import SamplingParams
 
+from .clients import Client, InferenceServerException
 from .serving import DEADLINE, TINY, Launched, ended, server_python, write_repository
 from .solo import solo
 

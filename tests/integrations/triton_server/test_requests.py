@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 from runtime.prompts import PROMPTS
-from tritonclient.utils import InferenceServerException
 
-from trtllm_replayssm.integrations.triton_server.client import Client
 from trtllm_replayssm.integrations.triton_server.interface import ENSEMBLE, LLMAPI
 from trtllm_replayssm.runtime import SamplingParams
 
 from .bad_requests import JSON, TENSORS, tensors_of
+from .clients import Client, InferenceServerException
 from .serving import DEADLINE, SOAK, Launched, ended, write_repository
 from .solo import assert_solo, solo
 

@@ -2,11 +2,9 @@
 """What is wrong with a request has the status INVALID_ARGUMENT on gRPC streams that ask for statuses."""
 
 import pytest
-from tritonclient.utils import InferenceServerException
-
-from trtllm_replayssm.integrations.triton_server.client import Client
 
 from .bad_requests import JSON, TENSORS, tensors_of
+from .clients import Client, InferenceServerException
 from .serving import DEADLINE, Launched, write_repository
 
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
