@@ -110,3 +110,49 @@ def test_a_launch_that_fails_ends_its_texts_and_nothing_else():
     while waiting.finish_reason is None:
         engine.step()
     assert waiting.tokens == expected.tokens
+
+
+def test_who_got_a_last_token_outside_of_a_step_is_told_whatever_fails_before():
+    """Two times tokens are handed out by `statistics`, and between the two a launch fails."""
+    engine = engine_for(None, max_batch=2)
+    params = SamplingParams(max_tokens=4, stop_tokens=()), SamplingParams(max_tokens=40, stop_tokens=())
+    short, long = (engine.add_request(PROMPTS[0], each) for each in params)
+    while len(short.tokens) < 3:
+        engine.step()
+    engine.statistics()
+    assert short.finish_reason == "length"
+    launch, calls = engine._launch, []
+
+    def failing(before):
+        calls.append(before)
+        if before is not None:
+            raise MemoryError("no memory")
+        return launch(before)
+
+    engine._launch = failing
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine._launch = launch
+    engine.statistics()
+    assert short in engine.step()
+    assert long.finish_reason is None
+
+
+def test_outcomes_that_fail_outside_of_a_step_fail_the_next_one():
+    """Or nobody would be told that these texts have ended."""
+    engine = engine_for(None, max_batch=2)
+    decode = engine._runner.decode
+
+    def failing():
+        raise RuntimeError("the device is gone")
+
+    (text,) = [engine.add_request(PROMPTS[0], SamplingParams(max_tokens=40, stop_tokens=()))]
+    engine._runner.decode = lambda *arguments: decode(*arguments) and failing
+    engine.step()  # the prompt, whose first step is on its way then
+    engine.statistics()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert text.finish_reason == "error"
+    engine._runner.decode = decode
+    (again,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
+    assert len(again.tokens) == 4

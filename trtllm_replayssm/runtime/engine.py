@@ -89,6 +89,7 @@ class Serving:
         self._pipeline = Pipeline(scheduler, runner)
         self._ahead: Pass | None = None  # launched; its outcomes are not handed out yet
         self._unreported: list[Sequence] = []  # got tokens outside of `step`
+        self._failed: Exception | None = None  # outside of `step`
         self._configs, self._adaptive = configs, adaptive
         self._requests = 0
         self._kind = "prefill"  # of the last pass
@@ -283,6 +284,9 @@ class Serving:
         Where the runner can, the pass after it is launched first, so that the device works while the host hands out
         tokens.
         """
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
         began = time.perf_counter()
         current = self._ahead = self._ahead or self._launch(None)
         if current is None:
@@ -346,15 +350,18 @@ class Serving:
         return sequences
 
     def _catch_up(self) -> None:
-        """Hands out what is on its way; the next `step` reports it."""
+        """Hands out what is on its way; the next `step` reports it, or raises what failed."""
         if self._ahead is not None:
             done, self._ahead = self._ahead, None
-            self._unreported = self._hand_out(done)
+            try:
+                self._unreported += self._hand_out(done)
+            except Exception as error:
+                self._failed = error
 
     def _report(self, grown: list[Sequence]) -> list[Sequence]:
         """With those that got tokens outside of `step`."""
         unreported, self._unreported = self._unreported, []
-        return unreported + [sequence for sequence in grown if sequence not in unreported]
+        return list(dict.fromkeys([*unreported, *grown]))
 
     def _append(self, sequence: Sequence, outcome: Outcome) -> None:
         """Hands out new tokens, and puts the drafts of the next step in place."""

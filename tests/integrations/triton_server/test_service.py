@@ -9,7 +9,7 @@ import pytest
 from runtime.prompts import PROMPTS
 
 from trtllm_replayssm.integrations.triton_server.service import Overloaded, Request, Service
-from trtllm_replayssm.runtime import Engine, SamplingParams
+from trtllm_replayssm.runtime import Drafter, Engine, SamplingParams
 
 from .serving import TINY
 from .solo import solo
@@ -149,6 +149,43 @@ def test_failed_step_fails_its_requests_only(serve):
     error = client.end.get(timeout=30)
     assert isinstance(error, MemoryError)
     assert service.log == ["a step failed: MemoryError: no memory"]
+    ask(service, client, max_tokens=30)
+    assert len(client.end.get(timeout=30).sequence.tokens) == 30
+
+
+def test_text_that_ends_in_a_step_that_fails_for_another(serve):
+    class Failing(Drafter):
+        def propose(self, sequence, count):
+            if sequence.request_id == 1 and len(sequence.tokens) == 3:
+                raise ValueError("no draft")
+            return []
+
+    service = serve(max_batch=2, speculation=Failing())
+    service.engine.go.clear()
+    whole, failing = Client(), Client()
+    ask(service, whole, max_tokens=3)
+    ask(service, failing, max_tokens=30)
+    service.engine.go.set()
+    assert str(failing.end.get(timeout=30)) == "no draft"
+    request = whole.end.get(timeout=30)
+    assert request.text == solo(PROMPTS[0], SamplingParams(max_tokens=3, stop_tokens=())).text
+    assert request.first_token < request.last_token
+
+
+def test_outcomes_that_do_not_come_fail_their_requests(serve, monkeypatch):
+    """Where passes run ahead of the host, the statistics that are published between two steps may wait for them."""
+    monkeypatch.setattr("trtllm_replayssm.integrations.triton_server.service._PUBLISH_SECONDS", 0.0)
+    service = serve(max_batch=1)
+    runner, decode = service.engine._runner, service.engine._runner.decode
+
+    def broken():
+        raise RuntimeError("the device is gone")
+
+    runner.together, runner.decode = True, lambda *arguments: decode(*arguments) and broken
+    client = Client()
+    ask(service, client, max_tokens=30)
+    assert str(client.end.get(timeout=30)) == "the device is gone"
+    runner.decode = decode
     ask(service, client, max_tokens=30)
     assert len(client.end.get(timeout=30).sequence.tokens) == 30
 

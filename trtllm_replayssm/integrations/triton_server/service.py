@@ -207,7 +207,12 @@ class Service:
             self._show()
 
     def _fail(self, error: Exception) -> None:
-        """Ends those whom a failed step ended, or everybody if it was nobody: the next step would fail as well."""
+        """Ends those whom a failed step ended, or everybody if it was nobody: the next step would fail as well. Whose
+        text is complete has it all the same.
+        """
+        for request in list(self._live.values()):
+            if request.sequence.finish_reason in ("stop", "length"):
+                self._grow(request, time.time_ns())
         live = list(self._live.values())
         concerned = [request for request in live if request.sequence.finish_reason is not None] or live
         for request in concerned:
