@@ -101,6 +101,17 @@ def test_streams_that_stay_open_do_not_keep_it_alive(tmp_path):
     assert "connections stayed open: tritonserver was killed" in (tmp_path / "log").read_text()
 
 
+def test_streams_that_stay_open_when_the_launcher_is_killed(tmp_path):
+    """Nobody is there to kill the server but its guardian."""
+    options = write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1"
+    with Launched(*options, TMPDIR=str(tmp_path)) as server:
+        with Client(server.grpc) as client:
+            client.generate(PROMPT, sampling_param_max_tokens=1)
+            os.kill(server.launcher, signal.SIGKILL)
+            assert server.left(15) == []
+    assert list(tmp_path.glob("replayssm-triton-*")) == []
+
+
 def test_sigterm_while_models_load(tmp_path):
     server = Launched(write_repository(tmp_path / "models", **SLOW), tmp_path / "log", "--exit-timeout=1")
     try:

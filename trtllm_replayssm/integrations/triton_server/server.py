@@ -20,6 +20,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import guardian
+
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 _GRACE_SECONDS = 5.0
 _OURS = "replayssm_"
@@ -154,7 +156,7 @@ class Server:
             server.wait_until_healthy(60)
 
     On leaving it is asked to end; what is running may finish. After `exit_timeout` and 5 s more the whole group is
-    killed. It also ends if this process does.
+    killed. So it is if this process ends, however that comes.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Server:
         self.address, self._repository, self._exit_timeout = address, Path(repository), exit_timeout
         self._asked = False
         self._shm = f"replayssm_{os.getpid()}_{time.monotonic_ns():x}_"
-        self._folder = tempfile.TemporaryDirectory(prefix="replayssm-triton-")
+        self._folder = tempfile.mkdtemp(prefix="replayssm-triton-")
         try:
             command = [
                 str(program.path),
@@ -182,14 +184,25 @@ class Server:
                 "--exit-on-error=false",  # to be asked which model it is
                 f"--exit-timeout-secs={exit_timeout}",
                 f"--backend-config=python,shm-region-prefix-name={self._shm}",
-                *program.python_backend(Path(self._folder.name)),
+                *program.python_backend(Path(self._folder)),
                 *options,
             ]
             self._process = subprocess.Popen(
                 command, env=program.environment(), start_new_session=True, preexec_fn=_end_with_parent
             )
         except BaseException:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder)
+            raise
+        seconds = exit_timeout + _GRACE_SECONDS
+        command = [guardian.__file__, str(self.pid), str(seconds), self._shm, self._folder]
+        try:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", *command], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except BaseException:
+            guardian.kill(self.pid)
+            self._process.wait()
+            guardian.clear(self._shm, self._folder)
             raise
 
     def __enter__(self) -> Server:
@@ -275,14 +288,11 @@ class Server:
 
     def kill(self) -> None:
         """Ends whatever is left of the process group at once, and cleans up."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self._guardian.kill()
+        guardian.kill(self.pid)
         self._process.wait()
-        for path in Path("/dev/shm").glob(f"{self._shm}*"):
-            path.unlink(missing_ok=True)
-        self._folder.cleanup()
+        guardian.clear(self._shm, self._folder)
+        self._guardian.communicate()
 
     # ---- HTTP ----
 
