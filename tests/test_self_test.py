@@ -68,6 +68,17 @@ def test_nan_is_seen(device, monkeypatch):
         self_test.require(device, SIZES, ReplayConfig(8, checkpoint="nvfp4"))
 
 
+def test_op_that_cannot_run(device, monkeypatch):
+    """As where a build has no code for a GPU."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(ops, "step", fail)
+    with pytest.raises(self_test.SelfTestError, match="self-test on .*: no kernel image"):
+        self_test.require(device, SIZES, ReplayConfig(8))
+
+
 def test_once_a_process(device, monkeypatch):
     config = ReplayConfig(8)
     self_test.require(device, SIZES, config)

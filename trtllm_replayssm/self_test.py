@@ -46,7 +46,7 @@ STORED = {
 
 
 class SelfTestError(RuntimeError):
-    """An op gives wrong numbers on this machine."""
+    """An op gives wrong numbers on this machine, or none."""
 
 
 def run(device: str) -> list[dict]:
@@ -75,14 +75,17 @@ def require(device: torch.device, geometry: MambaGeometry, replay: ReplayConfig,
     steps, ReplaySSM's until windows have been full, or conventional ones.
 
     Raises:
-        SelfTestError: an op's numbers are wrong, by name, with the error and what it may be.
+        SelfTestError: an op's numbers are wrong, by name, with the error and what it may be; or one cannot run.
     """
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     heads = geometry.num_heads // geometry.num_groups
     sizes = MambaGeometry(heads, geometry.head_dim, 1, geometry.state_dim, geometry.conv_kernel)
     trial = _Trial(device, sizes, replay)
-    trial.serve(conventional)
+    try:
+        trial.serve(conventional)
+    except RuntimeError as error:
+        raise SelfTestError(f"self-test on {where}: {error}") from error
     if bad := [op for op in trial.errors if not trial.good(op)]:
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         told = ", ".join(
             f"{op} has a relative error of {trial.errors[op]:.1e} (limit {trial.limit(op):g})" for op in bad
         )

@@ -36,8 +36,13 @@ class SamplingParams:
     def __post_init__(self):
         for name in ("max_tokens", "top_k", "seed", "draft_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) and not (name == "draft_tokens" and value is None):
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int and not (name == "draft_tokens" and value is None):
                 raise TypeError(f"{name} is {value!r}, expected an int")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}, expected a number")
         for name, valid, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),

@@ -69,6 +69,8 @@ def test_every_input_of_the_ensemble():
         (ENSEMBLE, {"text_input": "a", "max_tokens": 1, "bad_words": ["b"]}, {}, "bad_words is 'b': not supported"),
         (LLMAPI, {"text_input": "a", "sampling_param_presence_penalty": 0.5}, {}, "presence_penalty is 0.5: not"),
         (LLMAPI, {"text_input": "a"}, {"max_tokens": "7"}, "max_tokens is '7', expected an int"),
+        (LLMAPI, {"text_input": "a"}, {"max_tokens": True}, "max_tokens is True, expected an int"),
+        (LLMAPI, {"text_input": "a"}, {"temperature": "hot"}, "temperature is 'hot', expected a number"),
         (LLMAPI, {}, {"text_input": 5}, "text_input is 5, expected a text"),
         (
             LLMAPI,
