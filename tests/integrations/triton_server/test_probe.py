@@ -65,7 +65,8 @@ def server_of(pages, folder) -> Server:
     program = folder / "tritonserver"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    server = Server(Program(program), folder, Address("127.0.0.1", *free_ports(3)))
+    (folder / "models" / "model").mkdir(parents=True)
+    server = Server(Program(program), folder / "models", Address("127.0.0.1", *free_ports(3)))
     port = pages.server_address[1]
     server.address = Address(http=port, metrics=port)
     return server

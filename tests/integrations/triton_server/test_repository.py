@@ -133,6 +133,9 @@ def test_no_server_says_where_it_was_looked_for(tmp_path, capsys, monkeypatch):
     assert main(["triton-launch", "--repo", str(tmp_path / "none"), *ports]) == 2
     assert "none: no such directory, expected a model repository" in capsys.readouterr().err
     assert main(["triton-launch", "--repo", str(tmp_path), *ports]) == 2
+    assert f"{tmp_path}: no folder of a model in it, expected a model repository" in capsys.readouterr().err
+    (tmp_path / "model").mkdir()
+    assert main(["triton-launch", "--repo", str(tmp_path), *ports]) == 2
     assert "tritonserver ended with 3 before it was ready" in capsys.readouterr().err
 
 

@@ -170,6 +170,8 @@ class Server:
     ):
         if not Path(repository).is_dir():
             raise ServerError(f"{repository}: no such directory, expected a model repository")
+        if not any(path.is_dir() for path in Path(repository).iterdir()):
+            raise ServerError(f"{repository}: no folder of a model in it, expected a model repository")
         address.check_free()
         self.address, self._repository, self._exit_timeout = address, Path(repository), exit_timeout
         self._asked = False
