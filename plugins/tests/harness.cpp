@@ -214,7 +214,7 @@ class Buffer {
 // ---- what is run
 // ----------------------------------------------------------------------------------------------------------------
 
-constexpr int32_t kFew = 28, kFewLengths = 40;  // steps after which every case has flushed
+constexpr int32_t kFew = 24, kFewLengths = 32;  // steps after which every case has flushed
 constexpr int32_t kSlots = 6, kRows = 4, kMostTokens = 40, kLayers = 2, kFirstHead = 24;
 
 struct Setup {
@@ -1026,7 +1026,9 @@ std::vector<Setup> setups(int32_t steps, bool quick) {
   int32_t pairs = 0;
   const replayssm_geometry tuned64 = {8, 64, 2, 128, 4}, tuned80 = {6, 80, 2, 128, 4}, other = {4, 16, 2, 64, 3};
   auto add = [&](const replayssm_geometry& geometry, int32_t checkpoint, int32_t read_copy, int32_t activation) {
-    const replayssm_config config = {16, 4, checkpoint, read_copy, activation, 77};
+    // The CUDA steps of 16-bit checkpoints without a copy have a kernel for windows of four steps and more.
+    const bool plain = checkpoint != REPLAYSSM_CHECKPOINT_FP32 && read_copy == REPLAYSSM_READ_COPY_NONE;
+    const replayssm_config config = {plain ? 8 : 12, plain ? 2 : 4, checkpoint, read_copy, activation, 77};
     replayssm_layout layout;
     if (replayssm_layout_init(&geometry, &config, &layout) != REPLAYSSM_OK) return;  // a pair that makes no sense
     for (int32_t way = 0; way < 4; ++way) {
