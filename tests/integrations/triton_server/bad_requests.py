@@ -4,10 +4,9 @@
 import math
 
 import numpy as np
-import tritonclient.grpc as triton
 from runtime.prompts import PROMPTS
 
-from trtllm_replayssm.integrations.triton_server.client import Client
+from .clients import Client, triton
 
 PROMPT = PROMPTS[0]
 LONG = "and it came to pass " * 600

@@ -3,10 +3,10 @@
 
 import pytest
 
-pytest.importorskip("tritonclient.grpc", reason="needs tritonclient: pip install '.[triton]'")
+triton = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient: pip install '.[triton]'")
 
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
 from trtllm_replayssm.integrations.triton_server.client import Client  # noqa: E402
 
-__all__ = ["Client", "InferenceServerException"]
+__all__ = ["Client", "InferenceServerException", "triton"]
