@@ -197,9 +197,10 @@ class _Trial:
     def _tensor(self, values, dtype) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(self.device)
 
-    def _note(self, op: str, given, expected) -> None:
+    def _note(self, op: str, given, expected, least=0.0) -> None:
+        """least: of a row's norm, as which a smaller one counts."""
         given, expected = (np.asarray(values, np.float64).reshape(len(given), -1) for values in (given, expected))
-        norms = np.linalg.norm(expected, axis=1)
+        norms = np.maximum(np.linalg.norm(expected, axis=1), least)
         error = np.linalg.norm(given - expected, axis=1) / np.where(norms > 0, norms, 1)
         self.errors[op] = float(np.maximum(self.errors.get(op, 0.0), error.max()))  # NaN stays
 
@@ -223,7 +224,9 @@ class _Trial:
             mine = slice(first, first + count)
             self._note("conv_step", made[mine], self._convolved(row, raw[mine]))
             outputs, states = self._recurrence(row, x[mine], B[mine], C[mine], dt[mine])
-            self._note(name, out[mine], outputs)
+            # What is read of a head's state is on average as much as along a random C, but may be nothing.
+            read = np.linalg.norm(states[1:], axis=(2, 3)) * np.linalg.norm(C[mine], axis=2).repeat(H // G, 1)
+            self._note(name, out[mine], outputs, np.linalg.norm(read, axis=1) / math.sqrt(N))
             self.raw[row] = np.concatenate([self.raw[row], raw[mine][:kept]])
             self.state[row] = states[kept]
             first += count

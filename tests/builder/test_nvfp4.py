@@ -62,7 +62,7 @@ def test_logits(tmp_path):
     packed, plain = quantize(tmp_path)
     pair = SideBySide(tmp_path, CONFIG, packed, reference=plain)
     for _, mixer in pair.engine.model.stack.layers:
-        for name in ("in_proj", "out_proj", "up", "down", "q", "k", "v", "o"):
+        for name in ("in_proj", "out_proj", "up", "down", "qkv", "o"):
             if hasattr(mixer, name) and not hasattr(mixer, "router"):
                 setattr(mixer, name, QuantizedInput(getattr(mixer, name)))
     pair.begin(0, [20, 2])
