@@ -544,18 +544,8 @@ struct ReadCta {
       const Staged* const records = staged(is_new ? layout.b_new : 0);
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
-        const uint4* const upper = reinterpret_cast<const uint4*>(records + min(first + g, count - 1) * kStride) + t;
-        const uint4* const lower =
-            reinterpret_cast<const uint4*>(records + min(first + g + 8, count - 1) * kStride) + t;
-        const uint4* const tokens =
-            reinterpret_cast<const uint4*>(staged(layout.c) + min(token + g, T - 1) * kStride) + t;
         float sum[2][4] = {};
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
-        }
+        multiply_records(records, first, count, staged(layout.c), token, T, g, t, sum);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
@@ -841,22 +831,32 @@ struct ReadCta {
             finite = finite && float_bits(amax) < infinite_from(problem.config.checkpoint);
           }
           if (i > 0) break;
-#pragma unroll
-          for (int b = 0; b < 2; ++b)
-#pragma unroll
-            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+          take_second_row(state);
         }
         slice += kWarps;
         if (slice >= params.slices) break;
       }
-      if (!finite) {
-        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-        owner.report_not_finite();
-      }
-      if (!together && k + 1 < heads) {
-        __syncthreads();
-        request_fold(head + 1);
-      }
+      finish_fold(head, finite, !together && k + 1 < heads);
+    }
+  }
+
+  // The lane's second row of a slice in the place of its first.
+  __device__ static void take_second_row(SlicePart& state) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b)
+#pragma unroll
+      for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+  }
+
+  // Reports a state that was stored and is not finite, and asks for the next head if it has waited for this one.
+  __device__ __forceinline__ void finish_fold(int head, bool finite, bool next_waits) const {
+    if (!finite) {
+      const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+      owner.report_not_finite();
+    }
+    if (next_waits) {
+      __syncthreads();
+      request_fold(head + 1);
     }
   }
 
@@ -934,23 +934,13 @@ struct ReadCta {
           }
           cast_row<Format>(state[0], p, lane, cast);
           if (i > 0) break;
-#pragma unroll
-          for (int b = 0; b < 2; ++b)
-#pragma unroll
-            for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
+          take_second_row(state);
         }
         slice += kWarps;
         if (slice >= params.slices) break;
         form_slice(k, slice, state);
       }
-      if (!finite) {
-        const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-        owner.report_not_finite();
-      }
-      if (!together && k + 1 < heads) {
-        __syncthreads();
-        request_fold(head + 1);
-      }
+      finish_fold(head, finite, !together && k + 1 < heads);
     }
   }
 

@@ -482,16 +482,8 @@ struct Cta {
     for (int first = 0; first < padded_count; first += 16) {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
-        const uint4* const upper = reinterpret_cast<const uint4*>(new_B + min(first + g, count - 1) * kStride) + t;
-        const uint4* const lower = reinterpret_cast<const uint4*>(new_B + min(first + g + 8, count - 1) * kStride) + t;
-        const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
         float sum[2][4] = {};
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-          multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-          multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
-        }
+        multiply_records(new_B, first, count, C, token, T, g, t, sum);
         float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
