@@ -12,9 +12,6 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// Of BF16, of the weight of a record in an output: of 8 bits cut off one after the other, or two that are rounded.
-template <typename Format>
-constexpr int kWeightParts = kIsPlain<Format> ? 2 : 3;
 constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
 constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
 constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
@@ -40,21 +37,20 @@ struct Quotient {
 
 // Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
 struct ReadShared {
-  int tokens;
-  int g_stride, w_stride, x_stride;  // of a token of B^T C; of a part of w; of a record of x
-  int delta_stride;                  // of a head of delta and exponents
-  int x_rows, new_x_row;             // of a head; where new tokens begin
-  int b_new, c, zeros, query, g;     // B of the history is at 0
+  int tokens, rows;        // rows: records of the history and, behind them, new tokens
+  int g_stride, x_stride;  // of a token of B^T C; of a record of x
+  int delta_stride;        // of a head of delta and v
+  int b, c, zeros, query, g;
   int g_new, query_scale, barrier;
-  int delta, exponents, steps, rate, terms;  // of each head. CTAs that fold have v where exponents are,
-                                             // and the decay for d
-  int w;                                     // of each head, in the place of B and C, of which nothing is needed then
-  int terms_stride;                          // of a head of terms: d, exp(f_s) of each token, u [tokens][tokens]
-  int x, state;                              // of each team; plain checkpoints: state of each warp, kSlots slices
-  int scaled;                                // of each warp: C times column scales
+  int delta, v, steps, rate, decay;  // of each head. v has the exponents first. CTAs that fold have their decay for d
+  int terms;                         // of each head; CTAs that don't fold have them in the place of B and C, of which
+                                     // nothing is needed then
+  int terms_stride;                  // of a head of terms: exp(f_s) of each token, u [tokens][tokens]
+  int x, state;                      // of each team; plain checkpoints: state of each warp, kSlots slices
+  int scaled;                        // of each warp: C times column scales, where a row has one token
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
-  // columns are multiplied by, [N]; the maxima of warps. B of the history is in float32: see wide_size().
+  // columns are multiplied by, [N]; the maxima of warps. B of the history is at 0, in float32: see wide_size().
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
   int state_bytes, bytes;
 
@@ -65,32 +61,30 @@ struct ReadShared {
 
  private:
   ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool plain,
-             int parts, int query_parts, int folded_size)
+             int query_parts, int folded_size)
       : tokens(tokens),
-        g_stride(round_up(window, 16)),
-        w_stride(round_up(window, 16) + 8),      // so that the parts of two tokens lie in different banks
-        x_stride(P + 8),                         // so that the rows of a matrix do,
-        delta_stride(round_up(window, 32) | 1),  // and the heads
-        x_rows((folded_size > 0 ? 0 : round_up(window, 8)) + tokens),
-        new_x_row(folded_size > 0 ? 0 : round_up(window, 8)),
-        b_new(folded_size > 0 ? wide_size(window) * 4 : round_up(window, 8) * kStride * 2),
-        c(b_new + tokens * kStride * 2),
+        rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
+        g_stride(round_up(window, 16) + 8),       // so that the records of four tokens lie in different banks,
+        x_stride(P + 8),                          // the rows of a matrix,
+        delta_stride(round_up(window, 32) + 2),   // and the heads
+        b(folded_size > 0 ? wide_size(window) * 4 : 0),
+        c(b + rows * kStride * 2),
         zeros(std::max(c + tokens * kStride * 2,
-                       folded_size > 0 ? 0 : round_up(heads * tokens * parts * w_stride * 2, 16))),
+                       folded_size > 0 ? 0 : heads * round_up(tokens + tokens * tokens, 4) * 4)),
         query(zeros + kZeroBytes),
         g(query + query_parts * tokens * kQueryStride * 4),
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
         delta(barrier + (kWarps * (plain ? kSlots : 1) + 1) * 8),
-        exponents(delta + heads * delta_stride * 4),
-        steps(exponents + heads * delta_stride * 4),
+        v(delta + heads * delta_stride * 4),
+        steps(v + heads * delta_stride * 4),
         rate(steps + heads * tokens * 4),
-        terms(round_up(rate + heads * 4, 16)),
-        w(0),
-        terms_stride(round_up(1 + tokens + tokens * tokens, 4)),
-        x(terms + heads * terms_stride * 4),
-        state(round_up(x + teams * x_rows * x_stride * 2, 128)),
+        decay(rate + heads * 4),
+        terms(folded_size > 0 ? round_up(decay + heads * 4, 16) : 0),
+        terms_stride(round_up(tokens + tokens * tokens, 4)),
+        x(folded_size > 0 ? terms + heads * terms_stride * 4 : round_up(decay + heads * 4, 16)),
+        state(round_up(x + teams * rows * x_stride * 2, 128)),
         scaled(state + (plain ? kWarps * kSlots : teams) * round_up(chunk_bytes, 128)),
         checkpoint(x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
@@ -103,18 +97,17 @@ struct ReadShared {
         bytes(std::max(folded_size == 0 ? 0
                        : plain          ? folded_x + (kZeroRows + window) * P * 2
                                         : warp_max + kWarps * 4,
-                       scaled + (column_scales ? kWarps * tokens * kQueryStride * 4 : 0))) {}
+                       scaled + (column_scales ? kWarps * kQueryStride * 4 : 0))) {}
 };
 
 template <typename Format, typename Staged>
 ReadShared ReadShared::of(int P, int window, int tokens, int heads, int teams, int folded_size) {
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
-    return ReadShared(P, window, tokens, heads, teams, State::kSliceBytes, false, true, kWeightParts<Format>,
+    return ReadShared(P, window, tokens, heads, teams, State::kSliceBytes, false, true,
                       State::template kQueryParts<Staged>, folded_size);
   } else {
-    return ReadShared(P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false,
-                      kWeightParts<Format>, 1, folded_size);
+    return ReadShared(P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1, folded_size);
   }
 }
 
@@ -155,7 +148,6 @@ template <typename Format, typename Staged, bool kFolds, bool kSingle>
 struct ReadCta {
   using State = StateOperand<Format>;
   static constexpr bool kPlain = kIsPlain<Format>;
-  static constexpr int kParts = kWeightParts<Format>;
   static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
   static constexpr int N = kMaxStateDim;
   static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;  // slices
@@ -207,7 +199,10 @@ struct ReadCta {
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
   __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared + offset); }
   __device__ uint32_t* words(int offset) const { return reinterpret_cast<uint32_t*>(shared + offset); }
-  __device__ Staged* x() const { return staged(layout.x) + team * layout.x_rows * layout.x_stride; }
+  // Records of the team's head: bytes in shared memory; of the history, and of the new tokens.
+  __device__ int x_at() const { return layout.x + team * layout.rows * layout.x_stride * 2; }
+  __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
+  __device__ Staged* new_b() const { return staged(layout.b) + history * kStride; }
   __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
   __device__ Barrier* slot_barrier(int slot) const {
@@ -270,7 +265,7 @@ struct ReadCta {
   __device__ void request_group() const {
     const int part_row = tid / kRowParts, part_column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + part_column;
-    Staged* const B = staged(0) + part_column;
+    Staged* const B = staged(layout.b) + part_column;
 #pragma unroll 1
     for (int i = part_row; i < history; i += kRowsAtOnce) {
       request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
@@ -278,7 +273,7 @@ struct ReadCta {
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = part_row; s < T; s += kRowsAtOnce) {
-      request_input(staged(layout.b_new) + s * kStride + part_column,
+      request_input(new_b() + s * kStride + part_column,
                     static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
                         group * args.B.stride[1] + part_column,
                     params.scan.b_aligned);
@@ -300,8 +295,11 @@ struct ReadCta {
     }
   }
 
-  // The lane's first row of a slice's outputs: of plain states it has rows 2t, 2t + 1, 2t + 8, 2t + 9 of token g.
-  __device__ int output_row() const { return kPlain ? 2 * t : g + t / 2 * 8; }
+  // Whether a row of one token is read as such, from a quantised state.
+  __device__ bool reads_one() const { return !kPlain && (kSingle || T == 1); }
+  // The lane's first row of a slice's outputs: it has rows 2t, 2t + 1, 2t + 8, 2t + 9 of token g, or one of the only
+  // token.
+  __device__ int output_row() const { return reads_one() ? g + t / 2 * 8 : 2 * t; }
 
   // Where the team's head lies in global memory, as a lane sees it.
   struct Head {
@@ -330,36 +328,42 @@ struct ReadCta {
     }
   };
 
-  // Where a lane stages and finds things: bytes in shared memory. None depends on the head, if the row has one token.
+  // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    int x, new_x;  // the lane's 16 bytes of its first record and first token
-    int chunk, head_scale;
-    int column_scales, query, scaled;  // of the two words of C that the lane scales; their stride is kQueryStride
-    int operand;                       // of the first pair of queries
-    int terms;                         // of the first head
-    int history_x[2];                  // the lane's row of a tile's first slice
-    int out_x;                         // the lane's row of the first slice, of the first token
+    int x, new_x;      // the lane's 16 bytes of its first record and first token
+    int chunk;         // of quantised states
+    int terms;         // of the first head
+    int history_x[2];  // the lane's row of a tile's first slice
+    int out_x;         // the lane's row of the first slice, of the first token
 
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
-      const int lane = cta.lane, chunk = layout.state + cta.team * layout.state_bytes;
-      const int x_rows = layout.x + cta.team * layout.x_rows * layout.x_stride * 2;
-      const int new_rows = x_rows + layout.new_x_row * layout.x_stride * 2;
-      x = keep(x_rows + 2 * (cta.x_row * layout.x_stride + cta.x_column));
-      new_x = keep(new_rows + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
-      if constexpr (!kPlain) {
-        const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
-                  copy = cta.warp * layout.tokens;
-        this->chunk = keep(chunk);
-        head_scale = keep(chunk + cta.params.state_bytes - 16);
-        column_scales = keep(head_scale - N + column);
-        query = keep(layout.query + 8 * lane);
-        scaled = keep(layout.scaled + copy * kQueryStride * 4 + 8 * lane);
-        operand = keep(cta.query_at(0));
-      }
+      x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
+      new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+      if (!kPlain) chunk = keep(layout.state + cta.team * layout.state_bytes);
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
       history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
-      out_x = keep(new_rows + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
+      out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
+    }
+  };
+  // The same for the query of a row's only token, to a quantised state.
+  struct QueryPlaces {
+    int head_scale;
+    int column_scales, query, scaled;  // of the two words of C that the lane scales
+    int operand;
+
+    QueryPlaces() = default;
+    __device__ explicit QueryPlaces(const ReadCta& cta) {
+      const ReadShared& layout = cta.layout;
+      const int lane = cta.lane;
+      const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
+                copy = layout.scaled + cta.warp * kQueryStride * 4;
+      head_scale = keep(layout.state + cta.team * layout.state_bytes + cta.params.state_bytes - 16);
+      column_scales = keep(head_scale - N + column);
+      query = keep(layout.query + 8 * lane);
+      scaled = keep(copy + 8 * lane);
+      // Zeros where the lane brings none of a product's column.
+      operand = keep(cta.g == 2 * cta.t ? (State::kColumnScales ? copy : layout.query) + 16 * cta.t : layout.zeros);
     }
   };
 
@@ -541,7 +545,7 @@ struct ReadCta {
     for (int tile = warp; tile < tiles + 1; tile += kWarps) {
       const bool is_new = tile == tiles;
       const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-      const Staged* const records = staged(is_new ? layout.b_new : 0);
+      const Staged* const records = is_new ? new_b() : staged(layout.b);
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
         float sum[2][4] = {};
@@ -606,14 +610,14 @@ struct ReadCta {
     const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
     floats(layout.rate)[k] = rate;
     const float* const delta = floats(layout.delta) + k * layout.delta_stride;
-    float* const exponents = floats(layout.exponents) + k * layout.delta_stride;
+    float* const exponents = floats(layout.v) + k * layout.delta_stride;
     float sum = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < history; ++i) {
       exponents[i] = sum;
       sum = __fadd_rn(sum, __fmul_rn(rate, delta[i]));
     }
-    floats(layout.terms)[k * layout.terms_stride] = expf(sum);
+    floats(layout.decay)[k] = expf(sum);
   }
 
   // exp(f_s) and u.
@@ -622,7 +626,7 @@ struct ReadCta {
     if (k >= heads) return;
     const float rate = floats(layout.rate)[k], skip = bits_to_float(inputs.skip, args.D.dtype);
     const float* const steps = floats(layout.steps) + k * stride;
-    float* const since = floats(layout.terms) + k * layout.terms_stride + 1;
+    float* const since = floats(layout.terms) + k * layout.terms_stride;
     float* const u = since + stride;
 #pragma unroll 1
     for (int s = thread_token(); s < T; s += kTokenThreads) {
@@ -637,29 +641,16 @@ struct ReadCta {
     }
   }
 
-  // v times B^T C in parts, of records up to a multiple of 16. Half a warp has a tile of a head.
+  // v in the place of the exponents, and zeros up to a multiple of 16.
   __device__ void weigh_records() const {
     constexpr int kTile = 16, kHeads = kThreads / kTile;
 #pragma unroll 1
     for (int k = tid / kTile; k < heads; k += kHeads) {
       const float* const delta = floats(layout.delta) + k * layout.delta_stride;
-      const float* const exponents = floats(layout.exponents) + k * layout.delta_stride;
+      float* const v = floats(layout.v) + k * layout.delta_stride;
 #pragma unroll 1
       for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
-        const float weight = i < history ? record_weight(delta[i], exponents[i]) : 0.0f;
-        const float* product = floats(layout.g) + i;
-        auto* target =
-            reinterpret_cast<uint16_t*>(shared + layout.w) + k * layout.tokens * kParts * layout.w_stride + i;
-#pragma unroll 1
-        for (int s = 0; s < T; ++s, product += layout.g_stride) {
-          float rest = __fmul_rn(weight, *product);
-#pragma unroll
-          for (int part = 0; part < kParts; ++part, target += layout.w_stride) {
-            const float taken = kPlain ? __bfloat162float(__float2bfloat16_rn(rest)) : upper_half(rest);
-            *target = static_cast<uint16_t>(float_bits(taken) >> 16);
-            rest = __fsub_rn(rest, taken);
-          }
-        }
+        v[i] = i < history ? record_weight(delta[i], v[i]) : 0.0f;
       }
     }
   }
@@ -673,7 +664,7 @@ struct ReadCta {
 #pragma unroll 1
       for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
         *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
-            *reinterpret_cast<const uint4*>(staged(layout.b_new) + s * kStride + part_column);
+            *reinterpret_cast<const uint4*>(new_b() + s * kStride + part_column);
       }
     }
     form_products();
@@ -685,8 +676,8 @@ struct ReadCta {
     } else if (warp < heads) {
       const int at = warp * layout.delta_stride;
       const float decay =
-          weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane, floats(layout.exponents) + at);
-      if (lane == 0) floats(layout.terms)[warp * layout.terms_stride] = decay;
+          weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane, floats(layout.v) + at);
+      if (lane == 0) floats(layout.decay)[warp] = decay;
     }
     weigh_tokens(inputs);
     if (!kFolds && team_bits > 0 && team < heads) await_head(0);
@@ -790,8 +781,7 @@ struct ReadCta {
     }
     const int P = problem.geometry.head_dim;
     fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0),
-               floats(layout.exponents) + k * layout.delta_stride, floats(layout.terms)[k * layout.terms_stride], h,
-               lane, params.tf32_mask);
+               floats(layout.v) + k * layout.delta_stride, floats(layout.decay)[k], h, lane, params.tf32_mask);
   }
 
   // Plain checkpoints, of which steps read what is stored.
@@ -970,159 +960,226 @@ struct ReadCta {
 
   // ---- outputs ----
 
-  // A lane's words of a token of the pair, in the operands of products: of the query, and of weights. Zeros where there
-  // are none.
-  __device__ int query_at(int pair) const {
-    const int s = pair + g % 2;
-    const int words = State::kColumnScales ? layout.scaled + warp * layout.tokens * kQueryStride * 4 : layout.query;
-    return g / 2 == t && s < T ? words + s * kQueryStride * 4 + 16 * t : layout.zeros;
+  // v times B^T C of token s and records 2t, 2t + 1, 2t + 8, 2t + 9 of a tile.
+  __device__ float4 weights_of(int k, int s, int tile) const {
+    const float* const v = floats(layout.v) + k * layout.delta_stride + 16 * tile + 2 * t;
+    const float* const product = floats(layout.g) + s * layout.g_stride + 16 * tile + 2 * t;
+    const float2 v0 = *reinterpret_cast<const float2*>(v), v1 = *reinterpret_cast<const float2*>(v + 8);
+    const float2 product0 = *reinterpret_cast<const float2*>(product),
+                 product1 = *reinterpret_cast<const float2*>(product + 8);
+    return make_float4(__fmul_rn(v0.x, product0.x), __fmul_rn(v0.y, product0.y), __fmul_rn(v1.x, product1.x),
+                       __fmul_rn(v1.y, product1.y));
   }
-  __device__ bool has_weights(int pair) const { return g / 2 < kParts && pair + g % 2 < T; }
-  __device__ int weights_at(int k, int pair) const {
-    const int part = (k * layout.tokens + pair + g % 2) * kParts + g / 2;
-    return (has_weights(pair) ? layout.w + part * layout.w_stride * 2 : layout.zeros) + 4 * t;
+  // As two rounded parts of BF16, for products: high and low of a pair, high and low of the other.
+  __device__ static uint4 split_weights(const float4& weights) {
+    auto low = [](float first, float second, uint32_t high) {
+      const float2 taken = unpack_pair<__nv_bfloat16>(high);
+      return pack_pair<__nv_bfloat16>(__fsub_rn(first, taken.x), __fsub_rn(second, taken.y));
+    };
+    const uint32_t upper = pack_pair<__nv_bfloat16>(weights.x, weights.y),
+                   lower = pack_pair<__nv_bfloat16>(weights.z, weights.w);
+    return make_uint4(upper, low(weights.x, weights.y, upper), lower, low(weights.z, weights.w, lower));
   }
   // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
   __device__ int history_at(int tile) const {
     const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (record < history ? static_cast<int>(reinterpret_cast<char*>(x()) - shared) + record * layout.x_stride * 2
-                             : layout.zeros) +
+    return (record < history ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
            2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
   }
 
   // The lane's row of the new tokens, for ldmatrix; zeros where there is none.
   __device__ int new_tokens_at() const {
-    const int token = lane / 8 % 2 * 8 + lane % 8, at = layout.x + team * layout.x_rows * layout.x_stride * 2;
-    return (token < T ? at + (layout.new_x_row + token) * layout.x_stride * 2 : layout.zeros) +
-           2 * (first_slice * kSliceWidth + lane / 16 * 8);
+    const int token = (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
+    return (token < T ? new_x_at() + token * layout.x_stride * 2 : layout.zeros) +
+           2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
-  __device__ void scale_query(const Places& places) const {
+  __device__ void scale_query(const QueryPlaces& places) const {
     if constexpr (State::kColumnScales) {
       const char* const scales = shared + places.column_scales;
       const uint32_t pairs = __byte_perm(*reinterpret_cast<const uint16_t*>(scales),
                                          *reinterpret_cast<const uint16_t*>(scales + State::kColumnStep), 0x5140);
       const __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
-#pragma unroll 1
-      for (int s = 0; s < T; ++s) {
-        const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query + s * kQueryStride * 4);
-        *reinterpret_cast<uint2*>(shared + places.scaled + s * kQueryStride * 4) =
-            make_uint2(bits_of(__hmul2(halves_of(v.x), first)), bits_of(__hmul2(halves_of(v.y), second)));
-        if (kSingle) break;
-      }
+      const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query);
+      *reinterpret_cast<uint2*>(shared + places.scaled) =
+          make_uint2(bits_of(__hmul2(halves_of(v.x), first)), bits_of(__hmul2(halves_of(v.y), second)));
       __syncwarp();
     }
   }
 
-  // The outputs of a head, which is there; for a whole warp, which takes the slices that are its own.
-  __device__ __forceinline__ void read_head(int k, const Places& places, int terms_at, Staged* head_out) const {
-    constexpr int kPairs = kSingle ? 1 : 2, kTokens = kSingle ? 1 : 2 * kPairs;  // at a time
-    const int tiles = (history + 15) / 16, odd = t % 2;
-    scale_query(places);
-    const float* const terms = floats(terms_at);
-    const float scale = State::head_scale(shared + places.head_scale) * (kFolds ? 1.0f : terms[0]);
-
-#pragma unroll 1
-    for (int first = 0; first < T; first += kTokens) {
-      // What all slices take, of tokens first + 2 pair + {0, 1}; since and u of the second if t is odd.
-      int query[kPairs], weights[kPairs];
-      float factor[kPairs][2], since[kPairs], u[kPairs][kTokens];
-      Staged* out[kPairs];
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const int token = first + 2 * pair, s = min(token + odd, T - 1);
-        query[pair] = kSingle ? places.operand : query_at(token);
-        weights[pair] = weights_at(k, token);
-#pragma unroll
-        for (int i = 0; i < (kSingle ? 1 : 2); ++i) {
-          factor[pair][i] = scale * floats(layout.query_scale)[min(token + i, T - 1)];
-        }
-        since[pair] = terms[1 + s];
-#pragma unroll
-        for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
-          u[pair][r] = terms[1 + layout.tokens + min(first + r, T - 1) * layout.tokens + s];
-        }
-        out[pair] = head_out + s * args.out.stride[0];
-      }
-      int own_x_at[kTokens];  // elements from the first token
-#pragma unroll
-      for (int r = 0; r < kTokens; ++r) own_x_at[r] = kSingle ? 0 : keep(min(first + r, T - 1) * layout.x_stride);
-      uint4 only_query[kProducts / 2];
-      uint32_t only_weights[2][2];
-      if (kSingle) {
-#pragma unroll
-        for (int i = 0; i < kProducts / 2; ++i) {
-          only_query[i] = *reinterpret_cast<const uint4*>(shared + query[0] + 64 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) only_weights[i / 2][i % 2] = i / 2 < tiles ? *words(weights[0] + 16 * i) : 0;
-      }
-      auto query_operand = [&](int pair, int i) {
-        return kSingle ? only_query[i] : *reinterpret_cast<const uint4*>(shared + query[pair] + 64 * i);
+  // The output of a row's only token from a quantised head, which is there; for a whole warp, which takes the slices
+  // that are its own.
+  __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
+                                             Staged* out) const {
+    constexpr uint32_t kUpper = 0xffff0000u;
+    const int tiles = (history + 15) / 16;
+    scale_query(of_query);
+    const float scale = State::head_scale(shared + of_query.head_scale) * (kFolds ? 1.0f : floats(layout.decay)[k]);
+    const float factor = scale * *floats(layout.query_scale), since = floats(terms_at)[0],
+                u = floats(terms_at)[layout.tokens];
+    // Column 0 of a product has the upper halves of weights, column 2 what these leave out, the others zeros.
+    const uint32_t whole = g == 0 ? kUpper : g == 2 ? ~0u : 0, taken = g == 2 ? kUpper : 0;
+    auto take_weights = [&](int tile) {
+      const float4 all = weights_of(k, 0, tile);
+      auto part = [&](float weight) {
+        const uint32_t bits = float_bits(weight);
+        return __fsub_rn(bits_float(bits & whole), bits_float(bits & taken));
       };
-      int history_x[2] = {places.history_x[0], places.history_x[1]};
-      const Staged* new_x = staged(places.out_x);
-      typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
+      return make_uint2(pack_pair<__nv_bfloat16>(part(all.x), part(all.y)),
+                        pack_pair<__nv_bfloat16>(part(all.z), part(all.w)));
+    };
+    uint4 query[kProducts / 2];
+    uint2 weights[2] = {};
+#pragma unroll
+    for (int i = 0; i < kProducts / 2; ++i) {
+      query[i] = *reinterpret_cast<const uint4*>(shared + of_query.operand + 64 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < tiles) weights[i] = take_weights(i);
+    }
+    int history_x[2] = {places.history_x[0], places.history_x[1]};
+    const Staged* new_x = staged(places.out_x);
+    typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
 
 #pragma unroll kUnrolled
+    for (int slice = 0; slice < own_slices; ++slice) {
+      float y[4] = {}, sum[2][4] = {}, products[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < tiles) HistoryOperand<Staged>(staged(history_x[i])).multiply(weights[i].x, weights[i].y, y);
+      }
+#pragma unroll 1
+      for (int i = 2; i < tiles; ++i) {
+        const uint2 of_tile = take_weights(i);
+        HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth).multiply(of_tile.x, of_tile.y, y);
+      }
+      const State codes(source);
+      multiply_blocks(codes, query, sum);
+      const float own_x = static_cast<float>(*new_x);
+      codes.scale(sum[0], sum[1], products);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) y[i] = fmaf(products[i], factor, y[i]);
+      const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
+      if (t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
+      source.advance();
+      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth;
+      new_x += kSliceWidth, out += kSliceWidth;
+    }
+  }
+
+  // The same of several tokens, eight at a time. A lane gets rows g and g + 8 of tokens 2t and 2t + 1, and exchanges
+  // them for those that it stores.
+  __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Staged* head_out) const {
+    constexpr int kTokens = 8;
+    const int tiles = (history + 15) / 16;
+    const float* const terms = floats(terms_at);
+    const char* const scales =
+        shared + places.chunk + params.state_bytes - 16;  // of the head, and before it of columns
+    const float scale = State::head_scale(scales) * (kFolds ? 1.0f : floats(layout.decay)[k]);
+#pragma unroll 1
+    for (int first = 0; first < T; first += kTokens) {
+      const int own = min(first + g, T - 1);
+      uint4 query[kProducts / 2], weights[2] = {};
+#pragma unroll
+      for (int i = 0; i < kProducts / 2; ++i) {
+        const int at = layout.query + own * kQueryStride * 4 + 64 * i + 16 * t;
+        query[i] = State::scale_query(*reinterpret_cast<const uint4*>(shared + at), scales - N, t, i);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
+      }
+      float factor[2], since[2], own_u[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int s = min(first + 2 * t + i, T - 1);
+        factor[i] = scale * floats(layout.query_scale)[s];
+        since[i] = terms[s];
+        own_u[i] = terms[layout.tokens + s * layout.tokens + s];
+      }
+      const float* const u = terms + layout.tokens + own;
+      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
+      const uint4 weights_before =
+          split_weights(make_float4(before(2 * t), before(2 * t + 1), before(2 * t + 8), before(2 * t + 9)));
+      auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[4]) {
+        x.multiply(weight.y, weight.w, sum);
+        x.multiply(weight.x, weight.z, sum);
+      };
+      int history_x[2] = {places.history_x[0], places.history_x[1]}, tokens_x = new_tokens_at();
+      Staged* out = head_out + own * args.out.stride[0];
+      typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
+
+#pragma unroll 1
       for (int slice = 0; slice < own_slices; ++slice) {
-        float y[kPairs][4] = {}, sum[kPairs][2][4] = {};
+        float value[4] = {}, sum[2][4] = {}, of_new[4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (i >= tiles) continue;
-          const HistoryOperand<Staged> x(staged(history_x[i]));
-#pragma unroll
-          for (int pair = 0; pair < kPairs; ++pair) {
-            const uint32_t* const of_tile = words(weights[pair]) + 8 * i;
-            if (kSingle) {
-              x.multiply(only_weights[i][0], only_weights[i][1], y[pair]);
-            } else {
-              x.multiply(of_tile[0], of_tile[4], y[pair]);
-            }
-          }
+          if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], value);
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
-          const HistoryOperand<Staged> x(staged(history_at(i)) + slice * kSliceWidth);
+          add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
+              value);
+        }
+        uint32_t x[4];
+        load_transposed(x, staged(tokens_x));
+        add(HistoryOperand<Staged>(x), weights_before, of_new);
+        const State codes(source);
+        multiply_scaled(codes, typename State::Factors(codes), query, sum);
 #pragma unroll
-          for (int pair = 0; pair < kPairs; ++pair) {
-            const uint32_t* const of_tile = words(weights[pair]) + 8 * i;
-            x.multiply(of_tile[0], of_tile[4], y[pair]);
+        for (int i = 0; i < 4; ++i) {
+          value[i] = __fmul_rn(fmaf(codes.scaled_sum(sum, i), factor[i % 2], value[i]), since[i % 2]);
+        }
+        const uint32_t own_x[2] = {first == 0 ? x[0] : x[2], first == 0 ? x[1] : x[3]};
+        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
+        // these are added apart.
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) finite = finite && isfinite(of_new[i]);
+        finite = __all_sync(~0u, finite);
+        if (!finite) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[i] = finite_of<Staged>(x[i]), of_new[i] = 0.0f;
+          add(HistoryOperand<Staged>(x), weights_before, of_new);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = __fadd_rn(value[i], of_new[i]);
+#pragma unroll 1
+        for (int r = 0; !finite && r < T; ++r) {
+          const Staged* const token =
+              staged(new_x_at()) + r * layout.x_stride + (first_slice + slice) * kSliceWidth + g;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int s = min(first + 2 * t + i % 2, T - 1);
+            const float left_out = static_cast<float>(token[i / 2 * 8]);
+            if (r < s && !isfinite(left_out))
+              value[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value[i]);
           }
         }
-        const State codes(source);
-        multiply_state<kPairs>(codes, query_operand, sum);
-
-        float own_x[kTokens];
+        uint32_t stored[2];
 #pragma unroll
-        for (int r = 0; r < kTokens; ++r) own_x[r] = static_cast<float>(new_x[own_x_at[r]]);
+        for (int i = 0; i < 2; ++i) {
+          const float2 pair = unpack_pair<Staged>(own_x[i]);
+          stored[i] = transpose_pairs(
+              pack_pair<Staged>(fmaf(own_u[0], pair.x, value[2 * i]), fmaf(own_u[1], pair.y, value[2 * i + 1])));
+        }
+        if (first + g < T) {
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          float products[4];
-          codes.scale(sum[pair][0], sum[pair][1], products);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[pair][i] = fmaf(products[i], factor[pair][kSingle ? 0 : i % 2], y[pair][i]);
-          float value = __fmul_rn(sum_over_quad<kSingle>(y[pair], t), since[pair]);
-          const int s = first + 2 * pair + odd;
-#pragma unroll 1
-          for (int r = 0; r < first; ++r) {
-            value = fmaf(terms[1 + layout.tokens + r * layout.tokens + min(s, T - 1)],
-                         static_cast<float>(new_x[r * layout.x_stride]), value);
+          for (int i = 0; i < 2; ++i) {
+            if (params.paired) {
+              *reinterpret_cast<uint32_t*>(out + 8 * i) = stored[i];
+            } else {
+              reinterpret_cast<uint16_t*>(out)[8 * i] = static_cast<uint16_t>(stored[i]);
+              reinterpret_cast<uint16_t*>(out)[8 * i + 1] = static_cast<uint16_t>(stored[i] >> 16);
+            }
           }
-#pragma unroll
-          for (int r = 0; r < min(2 * pair + 2, kTokens); ++r) {
-            if (r == 2 * pair + 1 && !odd) continue;
-            value = fmaf(u[pair][r], own_x[r], value);
-          }
-          if (kSingle ? !odd : s < T) store_scalar(out[pair], kDtypeOf<Staged>, 0, value);
-          out[pair] += kSliceWidth;
         }
         source.advance();
-        history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth;
-        new_x += kSliceWidth;
+        history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
+        out += kSliceWidth;
       }
-      if (kSingle) break;
     }
   }
 
@@ -1132,17 +1189,12 @@ struct ReadCta {
     constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
     const int tiles = (history + 15) / 16;
     const float* const terms = floats(terms_at);
-    const float decay = kFolds ? 1.0f : terms[0];
+    const float decay = kFolds ? 1.0f : floats(layout.decay)[k];
     const typename State::Places of_state(lane);
 
     // What all slices take, of the lane's token. Rows 0 to 7 of a product's first operand are the tokens' first parts
     // of weights, rows 8 to 15 their second.
     const int own = kSingle ? 0 : min(g, T - 1);
-    auto weights_of = [&](int tile) {
-      const int stride = layout.w_stride / 2;
-      const uint32_t* source = words(layout.w) + (k * layout.tokens + own) * kParts * stride + 8 * tile + t;
-      return make_uint4(source[0], source[stride], source[4], source[stride + 4]);
-    };
     uint4 query[kQueryParts][State::kQueries], weights[2] = {};
 #pragma unroll
     for (int part = 0; part < kQueryParts; ++part)
@@ -1153,19 +1205,15 @@ struct ReadCta {
       }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = weights_of(i);
+      if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
     }
-    const float factor = decay * floats(layout.query_scale)[own], since = terms[1 + own];
-    const float* const u = terms + 1 + layout.tokens + own;
+    const float factor = decay * floats(layout.query_scale)[own], since = terms[own];
+    const float* const u = terms + layout.tokens + own;
     const float own_u = u[own * layout.tokens];
     uint4 weights_before = {};  // of new tokens before it
     if (!kSingle) {
-      float rest[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) rest[i] = 2 * t + i < own ? u[(2 * t + i) * layout.tokens] : 0.0f;
-      weights_before.x = pack_pair<__nv_bfloat16>(rest[0], rest[1]);
-      const float2 taken = unpack_pair<__nv_bfloat16>(weights_before.x);
-      weights_before.y = pack_pair<__nv_bfloat16>(__fsub_rn(rest[0], taken.x), __fsub_rn(rest[1], taken.y));
+      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
+      weights_before = split_weights(make_float4(before(2 * t), before(2 * t + 1), 0.0f, 0.0f));
     }
     auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
 #pragma unroll
@@ -1194,7 +1242,8 @@ struct ReadCta {
       }
 #pragma unroll 1
       for (int i = 2; i < tiles; ++i) {
-        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), weights_of(i), past);
+        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
+            past);
       }
 #pragma unroll
       for (int part = kQueryParts - 1; part >= 0; --part) {
@@ -1219,8 +1268,7 @@ struct ReadCta {
         if (!finite) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            x[i] &= (is_finite<Staged>(x[i] & 0xffffu) ? 0xffffu : 0u) |
-                    (is_finite<Staged>(x[i] & 0xffff0000u) ? 0xffff0000u : 0u);
+            x[i] = finite_of<Staged>(x[i]);
             before[i / 2][i % 2] = before[i / 2][i % 2 + 2] = 0.0f;
           }
           add(HistoryOperand<Staged>(x), weights_before, before);
@@ -1303,6 +1351,8 @@ struct ReadCta {
     if (!kFolds) begin();
     Head head(*this, team);
     const Places places(*this);
+    QueryPlaces of_query;
+    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
     Slices slices;
     if constexpr (kPlain) {
       slices = Slices(*this, head);
@@ -1327,7 +1377,13 @@ struct ReadCta {
       if constexpr (kPlain) {
         read_plain(k, places, terms, head.out, slices);
       } else {
-        read_head(k, places, terms, head.out);
+        if constexpr (kSingle) {
+          read_token(k, places, of_query, terms, head.out);
+        } else if (T == 1) {
+          read_token(k, places, QueryPlaces(*this), terms, head.out);
+        } else {
+          read_tokens(k, places, terms, head.out);
+        }
       }
       terms += kWarps * 4 * layout.terms_stride;
       if (kFolds || team_bits > 0 || k + kWarps >= heads) break;

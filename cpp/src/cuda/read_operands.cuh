@@ -107,6 +107,38 @@ struct StateOperand {
       for (int j = 2 * i; j < 2 * i + 2; ++j) y[j] = fmaf(second[j], factor.y, __fmul_rn(first[j], factor.x));
     }
   }
+  // The same for several tokens: codes times the scales of their blocks, which is exact but for E2M2 codes of the
+  // smallest scales, and sums as they are.
+  struct Factors {
+    __half2 of[2][2];  // of row g or g + 8, of a block
+    __device__ explicit Factors(const StateOperand& state) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const __half2 both = e4m3_halves(state.scales[i]);
+        of[i][0] = __low2half2(both), of[i][1] = __high2half2(both);
+      }
+    }
+  };
+  template <int kProduct>
+  __device__ void get_scaled(const Factors& factors, uint32_t (&a)[4]) const {
+    get<kProduct>(a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = bits_of(__hmul2(halves_of(a[i]), factors.of[i % 2][kProduct / (kProducts / 2)]));
+  }
+  __device__ float scaled_sum(const float (&sum)[2][4], int i) const { return __fadd_rn(sum[0][i], sum[1][i]); }
+
+  // Words of C, the lane's i-th four, times column scales, which begin at `scales`.
+  __device__ static uint4 scale_query(uint4 words, const char* scales, int t, int i) {
+    if constexpr (kColumnScales) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(scales + query_column(t, 4 * i));
+      const uint32_t first = __byte_perm(codes.x, codes.y, 0x5140), second = __byte_perm(codes.x, codes.y, 0x7362);
+      words.x = bits_of(__hmul2(halves_of(words.x), e4m3_halves(first & 0xffffu)));
+      words.y = bits_of(__hmul2(halves_of(words.y), e4m3_halves(first >> 16)));
+      words.z = bits_of(__hmul2(halves_of(words.z), e4m3_halves(second & 0xffffu)));
+      words.w = bits_of(__hmul2(halves_of(words.w), e4m3_halves(second >> 16)));
+    }
+    return words;
+  }
   __device__ static float head_scale(const char* scale) { return *reinterpret_cast<const float*>(scale); }
 };
 
@@ -164,45 +196,74 @@ struct StateOperand<Fp8> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(__fadd_rn(first[j], second[j]), row_scale[j / 2]);
   }
+  struct Factors {
+    __device__ explicit Factors(const StateOperand&) {}
+  };
+  template <int kProduct>
+  __device__ void get_scaled(const Factors&, uint32_t (&a)[4]) const {
+    get<kProduct>(a);
+  }
+  __device__ float scaled_sum(const float (&sum)[2][4], int i) const {
+    return __fmul_rn(__fadd_rn(sum[0][i], sum[1][i]), row_scale[i / 2]);
+  }
+  __device__ static uint4 scale_query(const uint4& words, const char*, int, int) { return words; }
   __device__ static float head_scale(const char*) { return 1.0f; }
 };
 
-// The queries of some pairs of tokens are operands: pairs of columns of a lane's block. Column n of a product takes the
-// block of lane n / 2 alone, of token n % 2; all other lanes bring zeros.
-
-// Sums over a lane's two blocks, of some pairs of tokens. query(pair, i): the operands of products 2i and 2i + 1.
-template <int kPairs, typename Format, typename Query, int kStep = 0>
-__device__ inline void multiply_state(const StateOperand<Format>& state, const Query& query,
-                                      float (&sum)[kPairs][2][4]) {
+// Sums over a lane's two blocks of a query whose column 2 n has the block of lane n alone: all other lanes bring zeros.
+// query: operands of two products each.
+template <typename Format, int kStep = 0>
+__device__ inline void multiply_blocks(const StateOperand<Format>& state, const uint4 (&query)[kProducts / 2],
+                                       float (&sum)[2][4]) {
   if constexpr (kStep < kProducts / 2) {
-    constexpr int kBlock = kStep / (kProducts / 4);
-    uint32_t even[4], odd[4];
-    state.template get<2 * kStep>(even);
-    state.template get<2 * kStep + 1>(odd);
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const uint4 q = query(pair, kStep);
-      multiply_pairs<__half>(sum[pair][kBlock], even[0], even[1], even[2], even[3], q.x, q.y);
-      multiply_pairs<__half>(sum[pair][kBlock], odd[0], odd[1], odd[2], odd[3], q.z, q.w);
-    }
-    multiply_state<kPairs, Format, Query, kStep + 1>(state, query, sum);
+    float (&of_block)[4] = sum[kStep / (kProducts / 4)];
+    uint32_t a[4];
+    state.template get<2 * kStep>(a);
+    multiply_pairs<__half>(of_block, a[0], a[1], a[2], a[3], query[kStep].x, query[kStep].y);
+    state.template get<2 * kStep + 1>(a);
+    multiply_pairs<__half>(of_block, a[0], a[1], a[2], a[3], query[kStep].z, query[kStep].w);
+    multiply_blocks<Format, kStep + 1>(state, query, sum);
   }
 }
 
-// Both tokens' sums of the quad: lane (g, t) gets row g + 8 (t / 2), token t % 2. With one token all that are even are
-// the same.
-template <bool kSingle>
+// Sums over all columns, in two parts, of the queries of eight tokens, one a column.
+template <typename Format, int kStep = 0>
+__device__ inline void multiply_scaled(const StateOperand<Format>& state,
+                                       const typename StateOperand<Format>::Factors& factors,
+                                       const uint4 (&query)[kProducts / 2], float (&sum)[2][4]) {
+  if constexpr (kStep < kProducts / 2) {
+    uint32_t a[4];
+    state.template get_scaled<2 * kStep>(factors, a);
+    multiply_pairs<__half>(sum[0], a[0], a[1], a[2], a[3], query[kStep].x, query[kStep].y);
+    state.template get_scaled<2 * kStep + 1>(factors, a);
+    multiply_pairs<__half>(sum[1], a[0], a[1], a[2], a[3], query[kStep].z, query[kStep].w);
+    multiply_scaled<Format, kStep + 1>(state, factors, query, sum);
+  }
+}
+
+// The quad's sums of even columns: lanes with t < 2 get row g, the others row g + 8.
 __device__ inline float sum_over_quad(const float (&y)[4], int t) {
-  const bool lower = t >= 2, odd = t % 2 == 1;
+  const bool lower = t >= 2;
   float kept = lower ? y[2] : y[0];
   kept = __fadd_rn(kept, __shfl_xor_sync(~0u, lower ? y[0] : y[2], 2));
-  if (kSingle) return __fadd_rn(kept, __shfl_xor_sync(~0u, kept, 1));
-  float other = lower ? y[3] : y[1];
-  other = __fadd_rn(other, __shfl_xor_sync(~0u, lower ? y[1] : y[3], 2));
-  return __fadd_rn(odd ? other : kept, __shfl_xor_sync(~0u, odd ? kept : other, 1));
+  return __fadd_rn(kept, __shfl_xor_sync(~0u, kept, 1));
+}
+
+// Of a matrix of 8 by 8, of which lane (g, t) has (g, 2t) and (g, 2t + 1): (2t, g) and (2t + 1, g).
+__device__ inline uint32_t transpose_pairs(uint32_t pair) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // ---- the history ---------------------------------------------------------------------------------------------------
+
+// A pair of staged values, zeros for those that are not finite.
+template <typename Staged>
+__device__ inline uint32_t finite_of(uint32_t pair) {
+  return pair & ((is_finite<Staged>(pair & 0xffffu) ? 0xffffu : 0u) |
+                 (is_finite<Staged>(pair & 0xffff0000u) ? 0xffff0000u : 0u));
+}
 
 // 16 records of a slice's x as the operand of a product.
 template <typename Staged>

@@ -18,22 +18,23 @@
 // that are kept in registers (keep(), hide_address()), where the compiler would compute them anew.
 //  1. S C by mma.m16n8k16 in FP16. A code's bits in the places of FP16's are the code times 2^-14. The order of a
 //     product's terms is free: of rows g and g + 8, lane (g, t) = (lane / 4, lane mod 4) takes the t-th 32 columns, two
-//     blocks, so that a row's codes are one vector load (FP8: the t-th 16 of either half). Column n of the product has
-//     the columns of lanes with t = n / 2 alone, for token n mod 2 of a pair: all other lanes bring zeros for the
-//     query. So a lane gets the sums over its own blocks, and their scales are applied to sums, in float32. A product
-//     has two tokens instead of eight; what it saves is a multiplication for each pair of codes.
+//     blocks, so that a row's codes are one vector load (FP8: the t-th 16 of either half).
+//     Rows of one token: column 2 n of the product has the columns of lanes with t = n alone; all other lanes bring
+//     zeros for the query. So a lane gets the sums over its own blocks, and their scales are applied to sums, in
+//     float32, which saves a multiplication for each pair of codes.
+//     Rows of several: a column a token, eight at a time, for codes that have been multiplied by their scales, which is
+//     exact. No sum crosses lanes; two transpositions bring outputs to the lanes that store pairs of them.
 //  2. C is brought to FP16 once a CTA, times the power of two that puts its largest value below 2^15: exact for BF16
 //     but where values lie 2^28 apart. Column scales are multiplied into it once a head: the one rounding, by 2^-12.
 //     The scales of the head, or of rows of FP8, and the powers of two go to the float32 sums.
 //  3. The sum over the history is a product too, by mma.m16n8k16 in BF16: x as it lies (FP16 in two parts), weights in
-//     three parts of 8 bits, which is all that they have. Column n has part n / 2 for token n mod 2. So the sum over
-//     the four lanes of a quad, formed once, is both that over blocks and that over parts. The sums over new tokens are
-//     no product: a later one may be NaN.
+//     two parts, formed once a head in the registers of the lanes that bring them: with one token as two columns of a
+//     product, so that the sum over the four lanes of a quad is both that over blocks and that over parts. So is what a
+//     token takes from the new tokens before it, where x that is not finite is left out, since zero times that is not
+//     zero for tokens before it, and added apart.
 //  4. A plain state's words are the operand, as the second of a product whose first has 8 tokens as rows: no code is
-//     decoded, and no sum crosses lanes. x and the weights, in two parts that are rounded to BF16, are such a product
-//     as well; so is what a token takes from the new tokens before it, where x that is not finite is left out, since
-//     zero times that is not zero for tokens before it, and added apart. States of BF16 take C in BF16, FP16 in two
-//     parts. Here memory is what bounds the kernel.
+//     decoded, and no sum crosses lanes. States of BF16 take C in BF16, FP16 in two parts. Here memory is what bounds
+//     the kernel.
 //  5. Rows flagged FLUSH are the work of other CTAs, which come first in the grid or, where states are plain, stand
 //     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
 //     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
