@@ -15,8 +15,7 @@ namespace {
 constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
 constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
 constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
-constexpr int kQueryStride = 80;  // words from token to token of C: 320 bytes, so that the loads of two tokens meet no
-                                  // bank twice
+constexpr int kQueryStride = 64;  // words of a token of C
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
 constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
@@ -40,14 +39,15 @@ struct ReadShared {
   int tokens, rows;        // rows: records of the history and, behind them, new tokens
   int g_stride, x_stride;  // of a token of B^T C; of a record of x
   int delta_stride;        // of a head of delta and v
-  int b, c, zeros, query, g;
-  int g_new, query_scale, barrier;
-  int delta, v, steps, rate, decay;  // of each head. v has the exponents first. CTAs that fold have their decay for d
-  int terms;                         // of each head; CTAs that don't fold have them in the place of B and C, of which
-                                     // nothing is needed then
-  int terms_stride;                  // of a head of terms: exp(f_s) of each token, u [tokens][tokens]
-  int x, state;                      // of each team; plain checkpoints: state of each warp, kSlots slices
-  int scaled;                        // of each warp: C times column scales, where a row has one token
+  int b, c;
+  int terms_stride;
+  int zeros, query, g, g_new, query_scale, barrier;
+  int delta, v, rate, decay;  // of each head. Behind the history's delta lie the tokens'. v has the exponents first.
+                              // CTAs that fold have their decay for d
+  int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
+  int scaled;    // of each warp: C times column scales, where a row has one token. CTAs that don't fold have this and
+                 // terms in the place of B and C, of which nothing is needed then
+  int x, state;  // of each team; plain checkpoints: state of each warp, kSlots slices
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
   // columns are multiplied by, [N]; the maxima of warps. B of the history is at 0, in float32: see wide_size().
@@ -64,13 +64,13 @@ struct ReadShared {
              int query_parts, int folded_size)
       : tokens(tokens),
         rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
-        g_stride(round_up(window, 16) + 8),       // so that the records of four tokens lie in different banks,
-        x_stride(P + 8),                          // the rows of a matrix,
-        delta_stride(round_up(window, 32) + 2),   // and the heads
+        g_stride(round_up(window, 16) + 4),
+        x_stride(P + 8),  // so that the rows of a matrix lie in different banks,
+        delta_stride(round_up(window + (folded_size > 0 ? tokens : 0), 32) + 2),  // and the heads
         b(folded_size > 0 ? wide_size(window) * 4 : 0),
         c(b + rows * kStride * 2),
-        zeros(std::max(c + tokens * kStride * 2,
-                       folded_size > 0 ? 0 : heads * round_up(tokens + tokens * tokens, 4) * 4)),
+        terms_stride(round_up(tokens + tokens * tokens, 4)),
+        zeros(std::max(c + tokens * kStride * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
         query(zeros + kZeroBytes),
         g(query + query_parts * tokens * kQueryStride * 4),
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
@@ -78,14 +78,12 @@ struct ReadShared {
         barrier(round_up(query_scale + tokens * 4, 8)),
         delta(barrier + (kWarps * (plain ? kSlots : 1) + 1) * 8),
         v(delta + heads * delta_stride * 4),
-        steps(v + heads * delta_stride * 4),
-        rate(steps + heads * tokens * 4),
+        rate(v + heads * delta_stride * 4),
         decay(rate + heads * 4),
         terms(folded_size > 0 ? round_up(decay + heads * 4, 16) : 0),
-        terms_stride(round_up(tokens + tokens * tokens, 4)),
-        x(folded_size > 0 ? terms + heads * terms_stride * 4 : round_up(decay + heads * 4, 16)),
-        state(round_up(x + teams * rows * x_stride * 2, 128)),
-        scaled(state + (plain ? kWarps * kSlots : teams) * round_up(chunk_bytes, 128)),
+        scaled(terms + heads * terms_stride * 4),
+        x(folded_size > 0 ? terms + size_of_terms(heads, column_scales) : round_up(decay + heads * 4, 16)),
+        state(round_up(x + teams * rows * x_stride * 2, plain ? 128 : 16)),
         checkpoint(x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
         scratch(P != kWarps * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
@@ -93,11 +91,15 @@ struct ReadShared {
         inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride
                                           : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
-        state_bytes(round_up(chunk_bytes, 128)),
+        state_bytes(chunk_bytes),
         bytes(std::max(folded_size == 0 ? 0
                        : plain          ? folded_x + (kZeroRows + window) * P * 2
                                         : warp_max + kWarps * 4,
-                       scaled + (column_scales ? kWarps * kQueryStride * 4 : 0))) {}
+                       state + (plain ? kWarps * kSlots : teams) * chunk_bytes)) {}
+
+  int size_of_terms(int heads, bool column_scales) const {
+    return heads * terms_stride * 4 + (column_scales ? kWarps * kQueryStride * 4 : 0);
+  }
 };
 
 template <typename Format, typename Staged>
@@ -150,7 +152,7 @@ struct ReadCta {
   static constexpr bool kPlain = kIsPlain<Format>;
   static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
   static constexpr int N = kMaxStateDim;
-  static constexpr int kUnrolled = kSingle && !kFolds ? 2 : 1;  // slices
+  static constexpr int kAtOnce = kSingle && !kFolds ? 2 : 1;  // slices, of a row's only token
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   static constexpr int kSlotArrivals = 1;
 #else
@@ -298,8 +300,8 @@ struct ReadCta {
   // Whether a row of one token is read as such, from a quantised state.
   __device__ bool reads_one() const { return !kPlain && (kSingle || T == 1); }
   // The lane's first row of a slice's outputs: it has rows 2t, 2t + 1, 2t + 8, 2t + 9 of token g, or one of the only
-  // token.
-  __device__ int output_row() const { return reads_one() ? g + t / 2 * 8 : 2 * t; }
+  // token, of one slice of kAtOnce.
+  __device__ int output_row() const { return reads_one() ? g + t / 2 * 8 + t % kAtOnce * kSliceWidth : 2 * t; }
 
   // Where the team's head lies in global memory, as a lane sees it.
   struct Head {
@@ -603,7 +605,7 @@ struct ReadCta {
       if (s >= T) continue;
       const float step = discretised_step(bits_to_float(inputs.dt[i], args.dt.dtype),
                                           bits_to_float(inputs.bias, args.dt_bias.dtype), args.dt_min, args.dt_max);
-      floats(layout.steps)[k * layout.tokens + s] = step;
+      floats(layout.delta)[k * layout.delta_stride + h + s] = step;
       delta_ring(head_of(k))[ring_position(row.ring_row, s, problem.ring_rows)] = step;
     }
     if (thread_token() > 0) return;
@@ -625,7 +627,7 @@ struct ReadCta {
     const int k = thread_head(), stride = layout.tokens;
     if (k >= heads) return;
     const float rate = floats(layout.rate)[k], skip = bits_to_float(inputs.skip, args.D.dtype);
-    const float* const steps = floats(layout.steps) + k * stride;
+    const float* const steps = floats(layout.delta) + k * layout.delta_stride + h;
     float* const since = floats(layout.terms) + k * layout.terms_stride;
     float* const u = since + stride;
 #pragma unroll 1
@@ -1043,29 +1045,37 @@ struct ReadCta {
     const Staged* new_x = staged(places.out_x);
     typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
 
-#pragma unroll kUnrolled
-    for (int slice = 0; slice < own_slices; ++slice) {
-      float y[4] = {}, sum[2][4] = {}, products[4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i < tiles) HistoryOperand<Staged>(staged(history_x[i])).multiply(weights[i].x, weights[i].y, y);
-      }
 #pragma unroll 1
-      for (int i = 2; i < tiles; ++i) {
-        const uint2 of_tile = take_weights(i);
-        HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth).multiply(of_tile.x, of_tile.y, y);
-      }
-      const State codes(source);
-      multiply_blocks(codes, query, sum);
-      const float own_x = static_cast<float>(*new_x);
-      codes.scale(sum[0], sum[1], products);
+    for (int slice = 0; slice < own_slices; slice += kAtOnce) {
+      float y[kAtOnce][4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) y[i] = fmaf(products[i], factor, y[i]);
-      const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
-      if (t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
-      source.advance();
-      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth;
-      new_x += kSliceWidth, out += kSliceWidth;
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (slice + j >= own_slices) continue;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i >= tiles) continue;
+          const HistoryOperand<Staged> x(staged(history_x[i] + 2 * j * kSliceWidth));
+          x.multiply(weights[i].x, weights[i].y, y[j]);
+        }
+#pragma unroll 1
+        for (int i = 2; i < tiles; ++i) {
+          const uint2 of_tile = take_weights(i);
+          const HistoryOperand<Staged> x(staged(history_at(i)) + (slice + j) * kSliceWidth);
+          x.multiply(of_tile.x, of_tile.y, y[j]);
+        }
+        float sum[2][4] = {}, products[4];
+        const State codes(source);
+        multiply_blocks(codes, query, sum);
+        codes.scale(sum[0], sum[1], products);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) y[j][i] = fmaf(products[i], factor, y[j][i]);
+        source.advance();
+      }
+      const bool stores = kAtOnce == 1 ? t % 2 == 0 : slice + t % 2 < own_slices;
+      const float sum = __fmul_rn(sum_over_quad(y, t), since);
+      if (stores) store_scalar(out, kDtypeOf<Staged>, 0, fmaf(u, static_cast<float>(*new_x), sum));
+      history_x[0] += 2 * kAtOnce * kSliceWidth, history_x[1] += 2 * kAtOnce * kSliceWidth;
+      new_x += kAtOnce * kSliceWidth, out += kAtOnce * kSliceWidth;
     }
   }
 

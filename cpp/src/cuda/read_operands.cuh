@@ -241,12 +241,17 @@ __device__ inline void multiply_scaled(const StateOperand<Format>& state,
   }
 }
 
-// The quad's sums of even columns: lanes with t < 2 get row g, the others row g + 8.
-__device__ inline float sum_over_quad(const float (&y)[4], int t) {
-  const bool lower = t >= 2;
-  float kept = lower ? y[2] : y[0];
-  kept = __fadd_rn(kept, __shfl_xor_sync(~0u, lower ? y[0] : y[2], 2));
-  return __fadd_rn(kept, __shfl_xor_sync(~0u, kept, 1));
+// The quad's sums of even columns of one slice or two: lane (g, t) gets row g + 8 (t / 2), of slice t % 2.
+template <int kSlices>
+__device__ inline float sum_over_quad(const float (&y)[kSlices][4], int t) {
+  float kept[kSlices];
+#pragma unroll
+  for (int j = 0; j < kSlices; ++j) {
+    kept[j] = t >= 2 ? y[j][2] : y[j][0];
+    kept[j] = __fadd_rn(kept[j], __shfl_xor_sync(~0u, t >= 2 ? y[j][0] : y[j][2], 2));
+  }
+  const float own = t % 2 == 0 ? kept[0] : kept[kSlices - 1];
+  return __fadd_rn(own, __shfl_xor_sync(~0u, t % 2 == 0 ? kept[kSlices - 1] : kept[0], 1));
 }
 
 // Of a matrix of 8 by 8, of which lane (g, t) has (g, 2t) and (g, 2t + 1): (2t, g) and (2t + 1, g).

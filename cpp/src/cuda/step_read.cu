@@ -50,15 +50,11 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// Of an SM. Rows of several tokens mostly take so much shared memory that there is room for three: they get the
-// registers of the fourth.
-template <typename Format, bool kSingle>
-constexpr int kCtasPerSm = kSingle || kIsPlain<Format> ? 4 : 3;
+constexpr int kCtasPerSm = 4;
 
 // kSingle: rows have one token at most. That changes no bit: the same operations, but for the loops around them.
 template <typename Format, typename Staged, bool kSingle>
-__global__ __launch_bounds__(kThreads, (kCtasPerSm<Format, kSingle>)) void step_read_kernel(
-    const __grid_constant__ ReadParams params) {
+__global__ __launch_bounds__(kThreads, kCtasPerSm) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
