@@ -46,7 +46,8 @@ class SlotLayout:
     Attributes:
         config: with a number for its window.
         sections: name -> Section, in memory order: checkpoint [H, P, N], or [H, chunk] if its format has codes and
-            scales; read_copy [H, chunk], if there is one; x_ring [H, R, P], b_ring [G, R, N], delta_ring [H, R],
+            scales; read_copy [H, chunk], if there is one; x_ring [G, R, H/G, P], b_ring [G, R, N], delta_ring
+            [G, R, H/G],
             conv_ring [conv_rows, conv_channels] (channels x | B | C).
         external: the code of the external sections.
         slot_stride: bytes of a slot.
@@ -74,9 +75,9 @@ class SlotLayout:
         shapes = {
             "checkpoint": checkpoint,
             "read_copy": ((heads, core.read_copy_head_bytes), "bytes"),
-            "x_ring": ((heads, core.ring_rows, geometry.head_dim), config.activation),
+            "x_ring": ((groups, core.ring_rows, heads // groups, geometry.head_dim), config.activation),
             "b_ring": ((groups, core.ring_rows, geometry.state_dim), config.activation),
-            "delta_ring": ((heads, core.ring_rows), "fp32"),
+            "delta_ring": ((groups, core.ring_rows, heads // groups), "fp32"),
             "conv_ring": ((core.conv_rows, core.conv_channels), config.activation),
         }
         if config.read_copy == "none":

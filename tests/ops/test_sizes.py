@@ -164,9 +164,9 @@ def test_layout_of_a_slot(window, max_step_tokens, checkpoint, activation):
     rows, state, act = window + max_step_tokens, {"fp32": 4, "fp16": 2}[checkpoint], {"bf16": 2, "fp32": 4}[activation]
     expected = {
         "checkpoint": ((128, 64, 128), state),
-        "x_ring": ((128, rows, 64), act),
+        "x_ring": ((8, rows, 16, 64), act),
         "b_ring": ((8, rows, 128), act),
-        "delta_ring": ((128, rows), 4),
+        "delta_ring": ((8, rows, 16), 4),
         "conv_ring": ((3 + max_step_tokens, 128 * 64 + 2 * 8 * 128), act),
     }
     assert (layout.ring_rows, layout.conv_rows) == (rows, 3 + max_step_tokens)
@@ -194,16 +194,16 @@ def test_unpack_gives_views():
     arrays = layout.unpack(blob)
     assert {name: (a.shape[2:], a.dtype) for name, a in arrays.items()} == {
         "checkpoint": ((4, 16, 64), np.float16),
-        "x_ring": ((4, 10, 16), np.uint16),
+        "x_ring": ((2, 10, 2, 16), np.uint16),
         "b_ring": ((2, 10, 64), np.uint16),
-        "delta_ring": ((4, 10), np.float32),
+        "delta_ring": ((2, 10, 2), np.float32),
         "conv_ring": ((5, 320), np.uint16),
     }
     section = layout.sections["b_ring"]
     start = section.offset + ((1 * 10 + 3) * 64 + 5) * 2
     assert arrays["b_ring"][1, 2, 1, 3, 5].tobytes() == blob[1, 2, start : start + 2].tobytes()
-    arrays["delta_ring"][0, 1, 2, 3] = 1.0
-    start = layout.sections["delta_ring"].offset + (2 * 10 + 3) * 4
+    arrays["delta_ring"][0, 1, 1, 3, 0] = 1.0
+    start = layout.sections["delta_ring"].offset + ((1 * 10 + 3) * 2 + 0) * 4
     assert blob[0, 1, start : start + 4].tobytes() == np.float32(1.0).tobytes()
     with pytest.raises(ValueError, match=r"blob: expected contiguous slots \[..., \d+\], got shape \(3,\)"):
         layout.unpack(np.zeros(3, np.uint8))

@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define REPLAYSSM_LAYOUT_VERSION 2
+#define REPLAYSSM_LAYOUT_VERSION 3
 #define REPLAYSSM_MAX_WINDOW 64        /* longest window L */
 #define REPLAYSSM_MAX_STEP_TOKENS 16   /* largest T_max */
 #define REPLAYSSM_MAX_NORM_WIDTH 16384 /* longest group of rms_norm */
@@ -117,7 +117,7 @@ enum {
 
 /* The one definition of how a slot lies in memory. Sections, all row-major:
  *   checkpoint, read_copy: a chunk a head, in its format
- *   x_ring [H,R,P], b_ring [G,R,N] activation dtype     delta_ring [H,R] fp32
+ *   x_ring [G,R,H/G,P], b_ring [G,R,N] activation dtype     delta_ring [G,R,H/G] fp32: a group's record is one run
  *   conv_ring [conv_rows, conv_channels] activation dtype, channels in the order x | B | C
  * Record r of a slot lies in ring row r mod ring_rows, raw conv input r in conv row r mod conv_rows.
  *

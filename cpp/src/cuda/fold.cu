@@ -56,15 +56,17 @@ struct MmaRecords {
       uint4 value = make_uint4(0, 0, 0, 0);
       if (i < h) {
         const int row = ring_position(next, -1 - i, R);
-        value = *reinterpret_cast<const uint4*>(is_x ? reinterpret_cast<const Staged*>(head.x_ring) + row * P + first
-                                                     : reinterpret_cast<const Staged*>(head.b_ring) +
-                                                           row * kMaxStateDim + first);
+        value = *reinterpret_cast<const uint4*>(
+            is_x ? reinterpret_cast<const Staged*>(head.x_ring) + row * head.x_stride + first
+                 : reinterpret_cast<const Staged*>(head.b_ring) + row * kMaxStateDim + first);
       }
       Staged* const target =
           is_x ? x + (first / kSliceWidth * records + i) * kSliceWidth + first % kSliceWidth : B + i * kStride + first;
       *reinterpret_cast<uint4*>(target) = value;
     }
-    for (int i = tid; i < h; i += blockDim.x) delta[i] = head.delta_ring[ring_position(next, -1 - i, R)];
+    for (int i = tid; i < h; i += blockDim.x) {
+      delta[i] = head.delta_ring[ring_position(next, -1 - i, R) * head.delta_stride];
+    }
     if (p < P) {
 #pragma unroll
       for (int i = 0; i < kRowsPerGroup; ++i)

@@ -119,6 +119,7 @@ struct ReadParams {
   int flush_spacing;            // of so many CTAs one folds, as a power of two
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
+  int x_ring_stride;            // from record to record of a head
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
   Quotient heads;               // of a row
@@ -221,8 +222,10 @@ struct ReadCta {
   __device__ Staged* b_ring() const {
     return reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + group * problem.ring_rows * N;
   }
-  __device__ float* delta_ring(int head) const {
-    return reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + head * problem.ring_rows;
+  // Index of a ring's row 0 of the k-th head in [G,R,H/G].
+  __device__ int record_of(int k) const { return group * problem.ring_rows * params.heads_per_group + group_head + k; }
+  __device__ float* delta_ring(int k) const {
+    return reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, row.slot)) + record_of(k);
   }
   __device__ char* checkpoint(int head) const {
     return section_of(params.scan.layer.checkpoint, row.slot) + head * problem.checkpoint_head_bytes;
@@ -284,16 +287,13 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
-    constexpr int kTile = 16;
+    const int k = thread_head();
+    if (k >= heads) return;
+    const float* const source = delta_ring(k);
+    float* const target = floats(layout.delta) + k * layout.delta_stride;
 #pragma unroll 1
-    for (int i = tid % kTile; i < h; i += kTile) {
-      const float* source = delta_ring(head_of(tid / kTile)) + ring_before(i);
-      float* target = floats(layout.delta) + tid / kTile * layout.delta_stride + i;
-#pragma unroll 1
-      for (int k = tid / kTile; k < heads; k += kThreads / kTile) {
-        request_4_bytes(target, source);
-        source += kThreads / kTile * problem.ring_rows, target += kThreads / kTile * layout.delta_stride;
-      }
+    for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
+      request_4_bytes(target + i, source + ring_before(i) * params.heads_per_group);
     }
   }
 
@@ -316,7 +316,7 @@ struct ReadCta {
       const int64_t first_token = cta.row.first_token;
       state = cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head);
       ring = reinterpret_cast<Staged*>(section_of(cta.params.scan.layer.x_ring, cta.row.slot)) +
-             head * cta.problem.ring_rows * cta.problem.geometry.head_dim + cta.x_column;
+             cta.record_of(k) * cta.problem.geometry.head_dim + cta.x_column;
       new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
               head * args.x.stride[1] + cta.x_column;
       out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
@@ -374,14 +374,13 @@ struct ReadCta {
 
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
-    const int P = problem.geometry.head_dim;
     if (!kPlain && has_state()) request_state(head.state);  // else it is zero, or comes slice by slice
     Staged* target = staged(places.x);
     int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
     for (int i = x_row; i < history; i += x_rows) {
       if (position < 0) position += problem.ring_rows;
-      request_16_bytes(target, head.ring + position * P);
+      request_16_bytes(target, head.ring + position * params.x_ring_stride);
       target += x_rows * layout.x_stride, position -= x_rows;
     }
     const Staged* source = head.new_x;
@@ -487,7 +486,7 @@ struct ReadCta {
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows) {
       const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
-      *reinterpret_cast<uint4*>(head.ring + position * problem.geometry.head_dim) =
+      *reinterpret_cast<uint4*>(head.ring + position * params.x_ring_stride) =
           *reinterpret_cast<const uint4*>(staged(places.new_x) + (s - x_row) * layout.x_stride);
       if (kSingle) break;
     }
@@ -606,7 +605,7 @@ struct ReadCta {
       const float step = discretised_step(bits_to_float(inputs.dt[i], args.dt.dtype),
                                           bits_to_float(inputs.bias, args.dt_bias.dtype), args.dt_min, args.dt_max);
       floats(layout.delta)[k * layout.delta_stride + h + s] = step;
-      delta_ring(head_of(k))[ring_position(row.ring_row, s, problem.ring_rows)] = step;
+      delta_ring(k)[ring_position(row.ring_row, s, problem.ring_rows) * params.heads_per_group] = step;
     }
     if (thread_token() > 0) return;
     const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
@@ -693,30 +692,26 @@ struct ReadCta {
   __device__ void request_fold(int head) const {
     const int P = problem.geometry.head_dim, bytes = stored_before ? problem.checkpoint_head_bytes : 0;
     const Staged* const ring =
-        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + head * problem.ring_rows * P;
-    const int newer = min(h, row.ring_row), older = h - newer;  // those behind the ring's end
-    const int row_bytes = P * 2;
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + record_of(head - head_of(0)) * P;
 #if __CUDA_ARCH__ >= 900
     if (warp == 0 && elect_lane()) {
-      arrive_expecting(fold_barrier(), bytes + h * row_bytes);
+      arrive_expecting(fold_barrier(), bytes);
       if (bytes > 0) request_block(shared + layout.checkpoint, checkpoint(head), bytes, fold_barrier());
-      if (older > 0) {
-        request_block(folded_x(), ring + (problem.ring_rows - older) * P, older * row_bytes, fold_barrier());
-      }
-      if (newer > 0) {
-        request_block(folded_x() + older * P, ring + (row.ring_row - newer) * P, newer * row_bytes, fold_barrier());
-      }
     }
 #else
-    auto request = [&](char* target, const void* source, int bytes) {
+    const char* const source = checkpoint(head);
 #pragma unroll 4
-      for (int i = tid * 16; i < bytes; i += kThreads * 16) {
-        request_16_bytes(target + i, static_cast<const char*>(source) + i);
-      }
-    };
-    request(shared + layout.checkpoint, checkpoint(head), bytes);
-    request(reinterpret_cast<char*>(folded_x()), ring + (problem.ring_rows - older) * P, older * row_bytes);
-    request(reinterpret_cast<char*>(folded_x() + older * P), ring + (row.ring_row - newer) * P, newer * row_bytes);
+    for (int i = tid * 16; i < bytes; i += kThreads * 16) request_16_bytes(shared + layout.checkpoint + i, source + i);
+#endif
+    const int parts = params.x_parts.divisor;
+#pragma unroll 1
+    for (int i = tid; i < h * parts; i += kThreads) {
+      const int record = params.x_parts(i), column = (i - record * parts) * 8;
+      request_16_bytes(folded_x() + (h - 1 - record) * P + column,
+                       ring + ring_before(record) * params.x_ring_stride + column);
+    }
+#if __CUDA_ARCH__ >= 900
+    arrive_with_requests(fold_barrier());
 #endif
   }
   __device__ void await_fold(int parity) const {
@@ -1319,7 +1314,7 @@ struct ReadCta {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
-    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1);
+    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
     finish_stores_before_blocks();
     __syncwarp();
   }

@@ -71,20 +71,23 @@ __device__ inline float decay_rate(const replayssm_tensor& A_log, int32_t head) 
 struct HeadSlot {
   char* checkpoint;   // a chunk
   char* read_copy;    // a chunk, if the config has read copies
-  char* x_ring;       // [R, P]
+  char* x_ring;       // [R, P], rows x_stride elements apart
   char* b_ring;       // [R, N]
-  float* delta_ring;  // [R]
+  float* delta_ring;  // [R], delta_stride apart
+  int x_stride, delta_stride;
 
   __device__ HeadSlot(const Problem& problem, const replayssm_layer& layer, int32_t slot, int32_t head) {
     const replayssm_geometry& g = problem.geometry;
     const int64_t activation = problem.config.activation == REPLAYSSM_FP32 ? 4 : 2;
-    const int64_t group = head / (g.num_heads / g.num_groups);
+    delta_stride = g.num_heads / g.num_groups;
+    x_stride = delta_stride * g.head_dim;
+    const int64_t group = head / delta_stride;
+    const int64_t first_record = group * problem.ring_rows * delta_stride + head % delta_stride;
     checkpoint = section_of(layer.checkpoint, slot) + head * problem.checkpoint_head_bytes;
     read_copy = section_of(layer.read_copy, slot) + head * problem.read_copy_head_bytes;
-    x_ring = section_of(layer.x_ring, slot) + head * (problem.ring_rows * g.head_dim * activation);
+    x_ring = section_of(layer.x_ring, slot) + first_record * g.head_dim * activation;
     b_ring = section_of(layer.b_ring, slot) + group * (problem.ring_rows * g.state_dim * activation);
-    delta_ring =
-        reinterpret_cast<float*>(section_of(layer.delta_ring, slot)) + static_cast<int64_t>(head) * problem.ring_rows;
+    delta_ring = reinterpret_cast<float*>(section_of(layer.delta_ring, slot)) + first_record;
   }
 };
 
@@ -165,13 +168,13 @@ struct StagedRecords {
       const bool is_x = chunk < x_chunks;
       const int column = (is_x ? chunk : chunk - x_chunks) * 8;
       float value[8];
-      load_vector<8>(is_x ? head.x_ring : head.b_ring, dtype, row * (is_x ? P : N) + column, true, value);
+      load_vector<8>(is_x ? head.x_ring : head.b_ring, dtype, row * (is_x ? head.x_stride : N) + column, true, value);
       float* target = is_x ? x + j * x_stride(P) + column : B + j * N + column;
       *reinterpret_cast<float4*>(target) = make_float4(value[0], value[1], value[2], value[3]);
       *reinterpret_cast<float4*>(target + 4) = make_float4(value[4], value[5], value[6], value[7]);
     }
     if (threadIdx.x < h) {
-      delta[threadIdx.x] = head.delta_ring[ring_position(oldest, threadIdx.x, problem.ring_rows)];
+      delta[threadIdx.x] = head.delta_ring[ring_position(oldest, threadIdx.x, problem.ring_rows) * head.delta_stride];
       log_decay[threadIdx.x] = __fmul_rn(A, delta[threadIdx.x]);
     }
     __syncthreads();

@@ -271,7 +271,8 @@ __global__ __launch_bounds__(kThreads,
     const int j = item / x_chunks, column = item % x_chunks * 8;
     float* const target = x + j * layout.x_stride + column;
     if (j < h) {
-      stage_chunk(target, slot.x_ring, dtype, ring_position(oldest, j, problem.ring_rows) * P + column, true);
+      stage_chunk(target, slot.x_ring, dtype, ring_position(oldest, j, problem.ring_rows) * slot.x_stride + column,
+                  true);
     } else {
       stage_chunk(target, args.x.data, dtype, x_start + (j - h) * args.x.stride[0] + column, params.x_aligned);
     }
@@ -296,7 +297,7 @@ __global__ __launch_bounds__(kThreads,
     dt_bits = load_bits(args.dt.data, args.dt.dtype, token * args.dt.stride[0] + head * args.dt.stride[1]);
     if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
   } else if (has_record) {
-    step = slot.delta_ring[ring_position(oldest, tid, problem.ring_rows)];
+    step = slot.delta_ring[ring_position(oldest, tid, problem.ring_rows) * slot.delta_stride];
   }
 #pragma unroll 1
   for (int item = tid; item < T * n_chunks; item += kThreads) {
@@ -306,7 +307,7 @@ __global__ __launch_bounds__(kThreads,
   if (has_token) {
     step = discretised_step(bits_to_float(dt_bits, args.dt.dtype), bits_to_float(bias_bits, args.dt_bias.dtype),
                             args.dt_min, args.dt_max);
-    slot.delta_ring[ring_position(row.ring_row, tid - h, problem.ring_rows)] = step;
+    slot.delta_ring[ring_position(row.ring_row, tid - h, problem.ring_rows) * slot.delta_stride] = step;
   }
   if (has_record) {
     delta[tid] = step;
@@ -317,7 +318,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll 1
   for (int item = tid; item < T * x_chunks; item += kThreads) {
     const int s = item / x_chunks, column = item % x_chunks * 8;
-    append_chunk(slot.x_ring, dtype, ring_position(row.ring_row, s, problem.ring_rows) * P + column,
+    append_chunk(slot.x_ring, dtype, ring_position(row.ring_row, s, problem.ring_rows) * slot.x_stride + column,
                  x + (h + s) * layout.x_stride + column);
   }
   if (head % heads_per_group == 0) {

@@ -226,7 +226,8 @@ struct JobInfo {
   uint64_t stream;
   int64_t writes;
   int32_t row, slot, first_token, tokens, h, ring_row, first_head;
-  int32_t items;  // 0: nothing to do
+  int32_t first_record;  // of ring row 0, in [G,R,H/G]
+  int32_t items;         // 0: nothing to do
   bool fold, stored_before;
 };
 
@@ -257,6 +258,10 @@ struct Job {
   }
   __device__ bool stored_before(const MmaParams& params) const {
     return !(plan.flags & REPLAYSSM_ROW_EMPTY) || ((plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed);
+  }
+  // Index of ring row 0 of the first head in [G,R,H/G].
+  __device__ int first_record(const MmaParams& params) const {
+    return group * params.scan.problem.ring_rows * params.heads_per_group + chunk * params.heads;
   }
   __device__ int first_head(const MmaParams& params) const {
     return group * params.heads_per_group + chunk * params.heads;
@@ -345,7 +350,7 @@ struct Cta {
           reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.plan.slot)) +
           static_cast<int64_t>(first_head) * P * N;
       const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.plan.slot)) +
-                           first_head * R * P + half_slice;
+                           job.first_record(params) * P + half_slice;
       const Staged* x_in = static_cast<const Staged*>(args.x.data) +
                            (static_cast<int64_t>(job.plan.first_token) + lane / 2) * args.x.stride[0] +
                            first_head * args.x.stride[1] + half_slice;
@@ -353,11 +358,11 @@ struct Cta {
       auto offset_of = [&](int record) {
         int position = job.plan.ring_row - 1 - record;
         if (position < 0) position += R;
-        return record < h ? position * P : 0;
+        return record < h ? position * params.heads_per_group * P : 0;
       };
       const int offset = offset_of(lane / 2), offset_16 = offset_of(lane / 2 + 16);
 #pragma unroll 1
-      for (int head = 0; head < heads; ++head, ring += R * P, x_in += args.x.stride[1]) {
+      for (int head = 0; head < heads; ++head, ring += P, x_in += args.x.stride[1]) {
 #pragma unroll 1
         for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
           await(empty + stage, phase ^ 1);
@@ -454,6 +459,7 @@ struct Cta {
                              h,
                              job.plan.ring_row,
                              job.first_head(params),
+                             job.first_record(params),
                              job.heads(params) * params.slices,
                              fold,
                              job.stored_before(params)};
@@ -513,14 +519,14 @@ struct Cta {
     float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
 
     float* const delta_ring =
-        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + first_head * R;
+        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + job.first_record(params);
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
 #pragma unroll 1
       for (int i = lane; i < h; i += 32) {
         int position = job.plan.ring_row - 1 - i;
         if (position < 0) position += R;
-        request_4_bytes(delta + k * window + i, delta_ring + k * R + position);
+        request_4_bytes(delta + k * window + i, delta_ring + position * params.heads_per_group + k);
       }
     }
     // Half a warp has a head's tokens.
@@ -564,7 +570,7 @@ struct Cta {
       float step = 0.0f;
       if (exists) {
         step = discretised_step(bits_to_float(dt_bits[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
-        delta_ring[k * R + ring_position(job.plan.ring_row, s, R)] = step;
+        delta_ring[ring_position(job.plan.ring_row, s, R) * params.heads_per_group + k] = step;
       }
       const float log_decay = __fmul_rn(A, step);
       float sum = log_decay;  // up to this token
@@ -625,8 +631,9 @@ struct Cta {
         const float* const query = floats(buffer, layout.query);
         const float* const products = floats(buffer, layout.g);
         int local_head = item / params.slices, slice = item - local_head * params.slices;
-        Staged* const x_append = reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
-                                 (job.first_head * R + ring_position(job.ring_row, lane / 2, R)) * P + half_slice;
+        Staged* const x_append =
+            reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
+            (job.first_record + ring_position(job.ring_row, lane / 2, R) * params.heads_per_group) * P + half_slice;
         Staged* const out = static_cast<Staged*>(args.out.data) +
                             static_cast<int64_t>(job.first_token) * args.out.stride[0] +
                             job.first_head * args.out.stride[1] + own_row;
@@ -640,7 +647,7 @@ struct Cta {
           await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
           await(full + stage, phase);
           if (lane < 2 * T) {
-            *reinterpret_cast<uint4*>(x_append + local_head * R * P + slice * kSliceWidth) =
+            *reinterpret_cast<uint4*>(x_append + local_head * P + slice * kSliceWidth) =
                 *reinterpret_cast<const uint4*>(new_x - own_row + lane / 2 * kSliceWidth + half_slice);
           }
           if (job.fold) {

@@ -172,12 +172,12 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
       folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads), row_heads)) : 0;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
+  params.x_ring_stride = params.heads_per_group * g.head_dim;
   params.heads = Quotient(g.num_heads);
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
-      int64_t{kWarps} * problem.ring_rows * g.head_dim, kWarps * scan.args.x.stride[1],
-      kWarps * scan.args.out.stride[1]};
+      int64_t{kWarps} * g.head_dim, kWarps * scan.args.x.stride[1], kWarps * scan.args.out.stride[1]};
   params.state_bytes =
       with_read_format(problem.config, [&](auto format) { return StateOperand<decltype(format)>::bytes(g.head_dim); });
   const replayssm_tensor& out = scan.args.out;

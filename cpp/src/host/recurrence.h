@@ -33,17 +33,20 @@ struct HeadSlot {
   }
   char* x(int64_t record) const {
     return element_address(at(layer.x_ring), problem.config.activation,
-                           (int64_t{head} * problem.ring_rows + row_of(record)) * problem.geometry.head_dim);
+                           record_of_head(record) * problem.geometry.head_dim);
   }
   char* B(int64_t record) const {
     return element_address(at(layer.b_ring), problem.config.activation,
                            (int64_t{group()} * problem.ring_rows + row_of(record)) * problem.geometry.state_dim);
   }
-  float& delta(int64_t record) const {
-    return reinterpret_cast<float*>(at(layer.delta_ring))[int64_t{head} * problem.ring_rows + row_of(record)];
-  }
+  float& delta(int64_t record) const { return reinterpret_cast<float*>(at(layer.delta_ring))[record_of_head(record)]; }
 
  private:
+  // Index in [G,R,H/G].
+  int64_t record_of_head(int64_t record) const {
+    const int32_t heads = problem.geometry.num_heads / problem.geometry.num_groups;
+    return (int64_t{group()} * problem.ring_rows + row_of(record)) * heads + head % heads;
+  }
   char* at(const replayssm_buffer& buffer) const { return static_cast<char*>(buffer.base) + slot * buffer.slot_stride; }
 };
 
