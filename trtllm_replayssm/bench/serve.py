@@ -74,6 +74,7 @@ class ServeBench:
         acceptance: of the simulation; None: 0.8 with random weights, else the MTP head drafts and the model decides.
         memory: bytes for weights and sequences; None: no limit.
         steps, repeats: decode steps of a timing, and timings.
+        conventional_state: format of the states of the other modes than replay.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ServeBench:
         memory: int | None,
         steps: int,
         repeats: int,
+        conventional_state: str = "fp32",
     ):
         if not 1 <= draft_tokens <= 15:
             raise ValueError(f"draft_tokens is {draft_tokens}, expected 1..15")
@@ -107,7 +109,7 @@ class ServeBench:
         self._configs = {
             ("replay", drafts): self.subject.replay_config(window, 1 + drafts, *formats) for drafts in (0, draft_tokens)
         } | {
-            (way, drafts): self.subject.replay_config(2 * (1 + drafts), 1 + drafts)
+            (way, drafts): self.subject.replay_config(2 * (1 + drafts), 1 + drafts, conventional_state)
             for way, drafts in (("snapshots", draft_tokens), ("conventional", 0))
         }
 
