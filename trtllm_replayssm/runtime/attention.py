@@ -27,8 +27,8 @@ class Attention:
         """x [n, hidden] -> [n, hidden]. Appends the keys and values of the n tokens to the cache first."""
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
         heads, kv_heads = self.tiles(self.qkv, x).unflatten(-1, (-1, self.head_dim)), keys.shape[1]
-        q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-        memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
+        q, both = heads.split([heads.shape[1] - 2 * kv_heads, 2 * kv_heads], 1)
+        memory.kv.write(self.layer, batch.kv_slots, batch.positions, both)
         if q.dtype == keys.dtype and has_kernel(keys):
             out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
         elif batch.on_host is None:
