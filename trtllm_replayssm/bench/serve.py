@@ -290,7 +290,6 @@ class Server:
         self.prompt_seconds = 0.0
         self._scheduler = Scheduler(slots, FILLING_CHUNK)
         self._pipeline = Pipeline(self._scheduler, runner)
-        self._ahead: Pass | None = None
         self._random = random.Random(0)
         self._requests = 0
         # Whoever has a slot is somewhere in an answer, the begun part of which goes as prompt: as if the clients had
@@ -305,7 +304,8 @@ class Server:
         self._admit()
         while any(sequence.in_prompt for sequence in self._scheduler.running):
             if chunks := self._scheduler.next_prompts():
-                self._hand_out(self._pipeline.launch([], chunks, None))
+                self._pipeline.launch([], chunks)
+                self._hand_out(self._pipeline.ahead.popleft())
         self._scheduler.prefill_chunk = PREFILL_CHUNK
 
     def run(self, decode_steps: int) -> tuple[int, float]:
@@ -331,8 +331,9 @@ class Server:
     def _step(self) -> tuple[bool, int]:
         """A pass of prompt chunks or a decode step, as Engine.step: whether it was the latter, and its new tokens."""
         began = time.perf_counter()
-        current = self._ahead or self._launch(None)
-        self._ahead = self._launch(current) if self.runner.runs_ahead else None
+        while self._pipeline.has_room and self._launch():
+            pass
+        current = self._pipeline.ahead.popleft()
         given = self._hand_out(current)
         if current.kind == "prefill":
             self.prompt_seconds += time.perf_counter() - began
@@ -342,10 +343,12 @@ class Server:
         for sequence in self._scheduler.admit():
             self.runner.memory.reset(sequence.slot, sequence.request_id)
 
-    def _launch(self, before: Pass | None) -> Pass | None:
+    def _launch(self) -> bool:
         self._admit()
-        sequences, chunks = self._pipeline.next(before)
-        return self._pipeline.launch(sequences, chunks, before) if sequences else None
+        sequences, chunks = self._pipeline.next()
+        if sequences:
+            self._pipeline.launch(sequences, chunks)
+        return bool(sequences)
 
     def _hand_out(self, done: Pass) -> int:
         """How many tokens the sequences got. Who is at the end of an answer leaves and asks anew."""
