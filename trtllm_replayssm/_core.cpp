@@ -340,14 +340,17 @@ struct Spec {
 using Matrix = std::tuple<uintptr_t, int32_t, int64_t>;  // address (0: none), dtype, elements from row to row
 
 void rms_norm(int64_t stream, const Matrix& x, const Matrix& addend, const Matrix& gate, uintptr_t weight,
-              int32_t weight_dtype, const Matrix& out, int64_t rows, int32_t width, int32_t groups, float eps) {
+              int32_t weight_dtype, const Matrix& out, int64_t rows, int32_t width, int32_t groups, float eps,
+              int32_t addends, int64_t addend_stride) {
   const auto matrix = [](const Matrix& given) {
     const auto [address, dtype, stride] = given;
     return replayssm_tensor{pointer<void>(address), dtype, {stride, 1}};
   };
   const auto exec = execution(stream);
-  const replayssm_norm_args args = {
-      matrix(x), matrix(addend), matrix(gate), vector(weight, weight_dtype), matrix(out), rows, width, groups, eps};
+  replayssm_norm_args args = {
+      matrix(x), matrix(addend), matrix(gate), vector(weight, weight_dtype), matrix(out), rows, width,
+      groups,    addends,        eps};
+  args.addend.stride[1] = addend_stride;
   check(replayssm_rms_norm(&exec, &args));
 }
 

@@ -171,12 +171,13 @@ def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_
 
 
 def _matrix(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if tensor is None else (*_address_dtype(tensor), tensor.stride(0))
+    return (0, 0, 0) if tensor is None else (*_address_dtype(tensor), tensor.stride(-2))
 
 
 def rms_norm(x, addend, gate, weight, out, groups, eps):
     tensors = (_matrix(x), _matrix(addend), _matrix(gate), *_address_dtype(weight), _matrix(out))
-    _core.rms_norm(_stream(x), *tensors, *x.shape, groups, eps)
+    addends = (addend.shape[0], addend.stride(0)) if addend is not None and addend.dim() == 3 else (1, 0)
+    _core.rms_norm(_stream(x), *tensors, *x.shape, groups, eps, *addends)
 
 
 def relu2(x):

@@ -192,6 +192,8 @@ replayssm_status check_norm(const replayssm_norm_args& args) {
                 args.width / args.groups);
   if (!(args.eps >= 0)) return fail(REPLAYSSM_INVALID_ARGUMENT, "eps: expected >= 0, got %g", args.eps);
   if (args.addend.data && args.gate.data) return fail(REPLAYSSM_INVALID_ARGUMENT, "gate: expected NULL with an addend");
+  if (args.addend.data && args.addends < 1)
+    return fail(REPLAYSSM_INVALID_ARGUMENT, "addend: expected one at least, got %d", args.addends);
   if (args.rows == 0) return REPLAYSSM_OK;
   REPLAYSSM_REQUIRE_POINTER(args.x.data);
   REPLAYSSM_REQUIRE_POINTER(args.weight.data);

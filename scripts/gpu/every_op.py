@@ -182,12 +182,14 @@ def check_ops_without_pools(generator: torch.Generator) -> None:
     """rms_norm, relu2 and attend, among keys that nothing has written."""
     for dtype in (torch.bfloat16, torch.float16):
         x, y, z = (torch.randn(5, 7680, generator=generator) for _ in range(3))
-        for name, groups in (("addend", 1), ("gate", 8)):
-            rows = [
-                ops.rms_norm(x.clone().to(device), y[0].to(device), 1e-5, groups, **{name: z.to(device, dtype)})
-                for device in ("cpu", "cuda")
-            ]
-            agree(f"rms_norm with {name}", *rows, 1e-5)
+        parts = torch.stack([x, y, z, x])
+        for name, groups, other in (("addend", 1, z.to(dtype)), ("gate", 8, z.to(dtype)), ("addend", 1, parts)):
+            for kind, tolerance in ((torch.float32, 1e-5), (dtype, 1e-3)):
+                rows = []
+                for device in ("cpu", "cuda"):
+                    more = {name: other.to(device), "dtype": kind}
+                    rows.append(ops.rms_norm(x.clone().to(device), y[0].to(device, kind), 1e-5, groups, **more))
+                agree(f"rms_norm with {name}", *rows, tolerance)
         agree("relu2", *(ops.relu2(x.to(device, dtype)[:, 1:].contiguous()) for device in ("cpu", "cuda")), 0.0)
         for head_dim, sharing, counts in ((64, 5, [1, 4, 3]), (128, 4, [1, 1, 1]), (128, 5, [4, 9, 30])):
             starts, tokens, kv_heads, capacity = [0, 37, 16], sum(counts), 2, 60

@@ -110,6 +110,19 @@ def test_serve(bench, tmp_path):
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_conventional_states_of_16_bits(bench):
+    """Half the bytes of a state, wherever it lies; mode replay keeps its own format."""
+    (replay, conventional) = bench(*STEP, "--conventional-state", "fp16", "--json")[0]
+    assert (replay["checkpoint"], conventional["checkpoint"]) == ("fp32", "fp16")
+    more = (*SERVE, "--batches", 2, "--modes", "snapshots", "--json")
+    (whole,), (half,) = bench(*more)[0], bench(*more, "--conventional-state", "fp16")[0]
+    assert (whole["checkpoint"], half["checkpoint"]) == ("fp32", "fp16")
+    subject = Subject("tiny", CPU, "bfloat16")
+    conv = SlotLayout(subject.config.geometry, subject.replay_config(8, 4)).sections["conv_ring"].bytes
+    conv *= subject.config.layers.count("mamba")
+    assert whole["bytes_per_request"]["mamba"] - conv == 2 * (half["bytes_per_request"]["mamba"] - conv)
+
+
 def test_serve_with_a_checkpoint_and_its_head(bench):
     """Drafts by the MTP head, verified by the model; bytes as the engine counts them."""
     (record,) = bench(*SERVE, "--model", TINY, "--batches", 2, "--modes", "snapshots", "--json")[0]

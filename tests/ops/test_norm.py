@@ -43,6 +43,25 @@ def test_sums_gates_and_groups(device, dtype, x_dtype, width, groups):
         assert same_bits(residual, (x.float() + other.float()).to(x_dtype) if name == "addend" else x)
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("addends", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [72, 3136, 8200])
+def test_several_addends_are_added_in_order(device, addends, x_dtype, width):
+    x, weight = matrix(5, width, device, x_dtype), 1 + matrix(1, width, device, seed=2)[0].to(torch.bfloat16) / 8
+    for dtype in (torch.float32, torch.bfloat16):
+        addend = torch.stack([matrix(5, width, device, dtype, seed=seed) for seed in range(3, 3 + addends)])
+        spread = torch.full((2 * addends, 5, width + 8), float("nan"), dtype=dtype, device=device)
+        spread[::2, :, 8:] = addend
+        total = x.float()
+        for part in addend:
+            total = total + part.float()
+        for given in (addend, spread[::2, :, 8:]):
+            residual = x.clone()
+            out = ops.rms_norm(residual, weight, 1e-5, addend=given, dtype=torch.bfloat16)
+            torch.testing.assert_close(out.double(), expected(total, weight, 1e-5), rtol=2.0**-8, atol=2e-6)
+            assert same_bits(residual, total.to(x_dtype))
+
+
 def test_a_row_depends_on_nothing_else(device):
     """Any rows, strides and alignments give the same bits."""
     width = 3136
@@ -74,6 +93,7 @@ def test_eps_zero_rows_and_large_gates(device):
         (dict(x=torch.zeros(3, 64).double()), TypeError, "dtype: expected torch.float32, .* got torch.float64"),
         (dict(weight=torch.zeros(32)), ValueError, r"weight: expected shape \(64,\), got \(32,\)"),
         (dict(addend=torch.zeros(2, 64)), ValueError, r"addend: expected shape \(3, 64\), got \(2, 64\)"),
+        (dict(addend=torch.zeros(2, 3, 8)), ValueError, r"addend: expected shape \(2, 3, 64\), got \(2, 3, 8\)"),
         (dict(gate=torch.zeros(64, 3).T), ValueError, "gate: expected a contiguous last dimension"),
         (dict(gate=torch.zeros(3, 64), addend=torch.zeros(3, 64)), ValueError, "gate: expected NULL with an addend"),
         (dict(groups=3), ValueError, "width: expected a multiple of 8 for each of 3 groups, got 64"),

@@ -89,6 +89,42 @@ def test_a_pass_is_launched_before_the_outcomes_of_the_last_are_asked_for(specul
     assert statistics["generated_tokens"] == len(text.tokens) == 8
 
 
+def test_a_decode_step_follows_prompts_before_the_tokens_of_the_step_before_them_are_asked_for():
+    """Two passes behind the one whose outcomes are waited for, and none more."""
+    engine = engine_for(None, max_batch=2)
+    seen, passes = [], {"decode": engine._runner.decode, "prompts": engine._runner.prompts}
+
+    def recording(kind):
+        def launch(*arguments):
+            number = sum(what == "launch" for what, *_ in seen)
+            seen.append(("launch", number, kind))
+            outcomes = passes[kind](*arguments)
+
+            def waiting():
+                seen.append(("outcomes", number, kind))
+                return outcomes()
+
+            return waiting
+
+        return launch
+
+    engine._runner.decode, engine._runner.prompts = recording("decode"), recording("prompts")
+    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, stop_tokens=()))
+    while ("launch", 2, "decode") not in seen:
+        engine.step()
+    late = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=3, stop_tokens=()))
+    while late.finish_reason is None:
+        engine.step()
+    (prompts,) = [number for what, number, kind in seen if (what, kind) == ("launch", "prompts") and number > 2]
+    before = seen.index(("outcomes", prompts - 1, "decode"))
+    assert seen[before - 2 : before + 2] == [
+        ("launch", prompts, "prompts"),
+        ("launch", prompts + 1, "decode"),
+        ("outcomes", prompts - 1, "decode"),
+        ("outcomes", prompts, "prompts"),
+    ]
+
+
 def test_a_launch_that_fails_ends_its_texts_and_nothing_else():
     engine = engine_for(None, max_batch=2)
     (expected,) = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=9))
@@ -121,13 +157,12 @@ def test_who_got_a_last_token_outside_of_a_step_is_told_whatever_fails_before():
         engine.step()
     engine.statistics()
     assert short.finish_reason == "length"
-    launch, calls = engine._launch, []
+    launch = engine._launch
 
-    def failing(before):
-        calls.append(before)
-        if before is not None:
+    def failing():
+        if engine._pipeline.ahead:
             raise MemoryError("no memory")
-        return launch(before)
+        return launch()
 
     engine._launch = failing
     with pytest.raises(MemoryError):

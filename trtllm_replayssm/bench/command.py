@@ -91,6 +91,12 @@ def add_commands(commands) -> None:
             "--format", default="fp32:none", metavar="CHECKPOINT:READ_COPY", help="of mode replay; default: %(default)s"
         )
         command.add_argument(
+            "--conventional-state",
+            choices=("fp32", "bf16", "fp16"),
+            default="fp32",
+            help="format of the other modes' states; default: %(default)s",
+        )
+        command.add_argument(
             "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="default: %(default)s"
         )
     serve.add_argument(
@@ -359,7 +365,14 @@ def _step(options) -> int:
 
     device, records = _prepare(options)
     bench = StepBench(
-        options.model, device, options.dtype, _formats(options.format), options.window, options.steps, options.repeats
+        options.model,
+        device,
+        options.dtype,
+        _formats(options.format),
+        options.window,
+        options.steps,
+        options.repeats,
+        conventional_state=options.conventional_state,
     )
     cases = bench.cases(options.batches, options.contexts)
     table = _Table(
@@ -400,6 +413,7 @@ def _serve(options) -> int:
         memory=memory,
         steps=options.steps,
         repeats=options.repeats,
+        conventional_state=options.conventional_state,
     )
     cases = bench.cases(options.batches, options.modes or ["replay", "snapshots", "standard"])
     table = _Table(

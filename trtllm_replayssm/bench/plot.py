@@ -95,7 +95,7 @@ def draw_step(records: list[dict]) -> bytes:
             heights = [bar["parts_us"][part] / 1e3 for bar in bars]
             axes.bar(range(len(bars)), heights, bottom=base, color=colors[part], label=part, width=0.75)
             base = [low + height for low, height in zip(base, heights, strict=True)]
-        labels = [f"{bar['context']}\n{bar['mode']}" for bar in bars]
+        labels = [f"{bar['context']}\n{_way(bar)}" for bar in bars]
         axes.set_xticks(range(len(bars)), labels, fontsize="x-small", rotation=90 if len(bars) > 4 else 0)
         axes.set(ylabel="ms a step", title=f"batch {batch}", xlabel="context, mode")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
@@ -103,12 +103,18 @@ def draw_step(records: list[dict]) -> bytes:
     return _png(figure)
 
 
+def _way(record: dict) -> str:
+    """The mode, and the formats of its state unless it is FP32 alone."""
+    formats = record["checkpoint"] + (f":{record['read_copy']}" if record["read_copy"] != "none" else "")
+    return record["mode"] if formats == "fp32" else f"{record['mode']}, {formats}"
+
+
 def draw_serve(records: list[dict]) -> bytes:
     """Tokens a second against the number of clients, a line a way of decoding."""
     figure, axes = matplotlib().subplots(figsize=(6.5, 4.8), layout="constrained")
-    for mode in dict.fromkeys(record["mode"] for record in records):
-        points = sorted((r for r in records if r["mode"] == mode), key=lambda record: record["batch"])
-        axes.plot([p["batch"] for p in points], [p["tokens_per_second"] for p in points], marker="o", ms=3, label=mode)
+    for way in dict.fromkeys(map(_way, records)):
+        points = sorted((r for r in records if _way(r) == way), key=lambda record: record["batch"])
+        axes.plot([p["batch"] for p in points], [p["tokens_per_second"] for p in points], marker="o", ms=3, label=way)
         for point in points:
             if point["concurrency"] < point["batch"]:
                 at = point["batch"], point["tokens_per_second"]

@@ -74,6 +74,7 @@ class ServeBench:
         acceptance: of the simulation; None: 0.8 with random weights, else the MTP head drafts and the model decides.
         memory: bytes for weights and sequences; None: no limit.
         steps, repeats: decode steps of a timing, and timings.
+        conventional_state: format of the states of the other modes than replay.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ServeBench:
         memory: int | None,
         steps: int,
         repeats: int,
+        conventional_state: str = "fp32",
     ):
         if not 1 <= draft_tokens <= 15:
             raise ValueError(f"draft_tokens is {draft_tokens}, expected 1..15")
@@ -107,7 +109,7 @@ class ServeBench:
         self._configs = {
             ("replay", drafts): self.subject.replay_config(window, 1 + drafts, *formats) for drafts in (0, draft_tokens)
         } | {
-            (way, drafts): self.subject.replay_config(2 * (1 + drafts), 1 + drafts)
+            (way, drafts): self.subject.replay_config(2 * (1 + drafts), 1 + drafts, conventional_state)
             for way, drafts in (("snapshots", draft_tokens), ("conventional", 0))
         }
 
@@ -288,7 +290,6 @@ class Server:
         self.prompt_seconds = 0.0
         self._scheduler = Scheduler(slots, FILLING_CHUNK)
         self._pipeline = Pipeline(self._scheduler, runner)
-        self._ahead: Pass | None = None
         self._random = random.Random(0)
         self._requests = 0
         # Whoever has a slot is somewhere in an answer, the begun part of which goes as prompt: as if the clients had
@@ -303,7 +304,8 @@ class Server:
         self._admit()
         while any(sequence.in_prompt for sequence in self._scheduler.running):
             if chunks := self._scheduler.next_prompts():
-                self._hand_out(self._pipeline.launch([], chunks, None))
+                self._pipeline.launch([], chunks)
+                self._hand_out(self._pipeline.ahead.popleft())
         self._scheduler.prefill_chunk = PREFILL_CHUNK
 
     def run(self, decode_steps: int) -> tuple[int, float]:
@@ -329,8 +331,9 @@ class Server:
     def _step(self) -> tuple[bool, int]:
         """A pass of prompt chunks or a decode step, as Engine.step: whether it was the latter, and its new tokens."""
         began = time.perf_counter()
-        current = self._ahead or self._launch(None)
-        self._ahead = self._launch(current) if self.runner.runs_ahead else None
+        while self._pipeline.has_room and self._launch():
+            pass
+        current = self._pipeline.ahead.popleft()
         given = self._hand_out(current)
         if current.kind == "prefill":
             self.prompt_seconds += time.perf_counter() - began
@@ -340,10 +343,12 @@ class Server:
         for sequence in self._scheduler.admit():
             self.runner.memory.reset(sequence.slot, sequence.request_id)
 
-    def _launch(self, before: Pass | None) -> Pass | None:
+    def _launch(self) -> bool:
         self._admit()
-        sequences, chunks = self._pipeline.next(before)
-        return self._pipeline.launch(sequences, chunks, before) if sequences else None
+        sequences, chunks = self._pipeline.next()
+        if sequences:
+            self._pipeline.launch(sequences, chunks)
+        return bool(sequences)
 
     def _hand_out(self, done: Pass) -> int:
         """How many tokens the sequences got. Who is at the end of an answer leaves and asks anew."""

@@ -45,7 +45,8 @@ class Case:
 
 
 class StepBench:
-    """Measures cases of one model. formats: of mode replay's checkpoint and read copy."""
+    """Measures cases of one model. formats: of mode replay's checkpoint and read copy; conventional_state: of the
+    other's state."""
 
     def __init__(
         self,
@@ -56,12 +57,14 @@ class StepBench:
         window: int | None,
         steps: int,
         repeats: int,
+        *,
+        conventional_state: str = "fp32",
     ):
         self.subject = Subject(model, device, dtype)
         self.device, self.dtype, self.repeats = device, dtype, repeats
         self._configs = {
             "replay": self.subject.replay_config(window, 1, *formats),
-            "conventional": self.subject.replay_config(2, 1),
+            "conventional": self.subject.replay_config(2, 1, conventional_state),
         }
         window = self._configs["replay"].window
         self.steps = -(-steps // window) * window

@@ -23,12 +23,13 @@ class Attention:
         self.layer = layer  # index among the attention layers
         self.qkv, self.o, self.head_dim, self.tiles = qkv, o, head_dim, tiles
 
-    def __call__(self, x: torch.Tensor, batch, memory) -> torch.Tensor:
-        """x [n, hidden] -> [n, hidden]. Appends the keys and values of the n tokens to the cache first."""
+    def __call__(self, x: torch.Tensor, batch, memory, total: torch.Tensor) -> torch.Tensor | None:
+        """x [n, hidden] -> what is left to add to `total`, fp32 [n, hidden] (Linear.add_to). Appends the keys and
+        values of the n tokens to the cache first."""
         keys, values = memory.kv.keys[self.layer], memory.kv.values[self.layer]
         heads, kv_heads = self.tiles(self.qkv, x).unflatten(-1, (-1, self.head_dim)), keys.shape[1]
-        q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-        memory.kv.write(self.layer, batch.kv_slots, batch.positions, k, v)
+        q, both = heads.split([heads.shape[1] - 2 * kv_heads, 2 * kv_heads], 1)
+        memory.kv.write(self.layer, batch.kv_slots, batch.positions, both)
         if q.dtype == keys.dtype and has_kernel(keys):
             out = ops.attend(q, keys, values, batch.kv_slots, batch.positions, batch.grid.cells)
         elif batch.on_host is None:
@@ -42,7 +43,7 @@ class Attention:
                 )
                 first += row.count
             out = torch.cat(parts)
-        return self.tiles(self.o, out.flatten(1))
+        return self.tiles(lambda out: self.o.add_to(total, out), out.flatten(1))
 
     def sequence(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence's newest tokens over its own keys. q [n, heads, d]; keys, values [kv_heads, end, d] -> as q."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -87,13 +87,12 @@ class Serving:
         self.device, self.dtype = device, dtype
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
         self._pipeline = Pipeline(scheduler, runner)
-        self._ahead: Pass | None = None  # launched; its outcomes are not handed out yet
         self._unreported: list[Sequence] = []  # got tokens outside of `step`
         self._failed: Exception | None = None  # outside of `step`
         self._configs, self._adaptive = configs, adaptive
         self._requests = 0
         self._kind = "prefill"  # of the last pass
-        self._counted: tuple[str, Callable[[], dict]] | None = None  # kind of pass, and counts on their way
+        self._counted: deque[tuple[str, Callable[[], dict]]] = deque()  # kinds of passes, and counts on their way
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._steps = {"prefill": 0, "decode": 0}
         self._traffic = {"prefill": Traffic(), "decode": Traffic()}
@@ -261,18 +260,16 @@ class Serving:
         """Has what the pool counted since the last call booked to the kind of pass that ran, and notes the kind that
         comes. Called only when the kind changes.
         """
-        self._book()
-        self._counted = self._kind, self.memory.pool.stats_later()
+        self._book(1)  # the last ones may be behind passes on their way
+        self._counted.append((self._kind, self.memory.pool.stats_later()))
         self._kind = next_kind
 
-    def _book(self) -> None:
-        """Waits for the counts that were asked for last."""
-        if self._counted is None:
-            return
-        kind, counts = self._counted
-        self._counted = None
-        booked = self._traffic["prefill"] + self._traffic["decode"]
-        self._traffic[kind] += Traffic.of(counts()) - booked
+    def _book(self, left: int = 0) -> None:
+        """Waits for all counts that were asked for but the last `left`."""
+        while len(self._counted) > left:
+            kind, counts = self._counted.popleft()
+            booked = self._traffic["prefill"] + self._traffic["decode"]
+            self._traffic[kind] += Traffic.of(counts()) - booked
 
     # ---- one forward pass ------------------------------------------------------------------------------------------
 
@@ -281,23 +278,23 @@ class Serving:
         """One forward pass, of prompt chunks or of a decode step for every running text. Returns the sequences that got
         tokens.
 
-        Where the runner can, the pass after it is launched first, so that the device works while the host hands out
-        tokens.
+        Where the runner can, what follows is launched first, so that the device works while the host hands out tokens.
         """
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
         began = time.perf_counter()
-        current = self._ahead = self._ahead or self._launch(None)
-        if current is None:
+        while self._pipeline.has_room and self._launch():  # if this fails, what was launched before is kept
+            pass
+        if not self._pipeline.ahead:
             return self._report([])
-        self._ahead = self._launch(current) if self._runner.runs_ahead else None  # if this fails, `current` is kept
+        current = self._pipeline.ahead.popleft()
         grown = self._hand_out(current)
         self._seconds[current.kind] += time.perf_counter() - began
         return self._report(grown)
 
-    def _launch(self, before: Pass | None) -> Pass | None:
-        """The next pass. before: the one whose outcomes are not handed out yet."""
+    def _launch(self) -> bool:
+        """The next pass, if there is one."""
         admitted = self._scheduler.admit()
         try:
             for sequence in admitted:
@@ -308,22 +305,22 @@ class Serving:
         except BaseException:
             self._drop(admitted)
             raise
-        sequences, chunks = self._pipeline.next(before)
+        sequences, chunks = self._pipeline.next()
         if not sequences:
-            return None
+            return False
         kind = "prefill" if chunks else "decode"
         if kind != self._kind:
             self._attribute_traffic(kind)
         try:
-            launched = self._pipeline.launch(sequences, chunks, before)
+            launched = self._pipeline.launch(sequences, chunks)
         except StateLost as loss:
             self._begin_again(sequences, loss)
-            return None
+            return False
         except BaseException:
             self._drop(sequences)
             raise
         self._prompt_tokens += launched.prompt_tokens
-        return launched
+        return True
 
     def _hand_out(self, done: Pass) -> list[Sequence]:
         """The outcomes of a pass to those who have not left since. Returns these."""
@@ -351,12 +348,11 @@ class Serving:
 
     def _catch_up(self) -> None:
         """Hands out what is on its way; the next `step` reports it, or raises what failed."""
-        if self._ahead is not None:
-            done, self._ahead = self._ahead, None
+        while self._pipeline.ahead:
             try:
-                self._unreported += self._hand_out(done)
+                self._unreported += self._hand_out(self._pipeline.ahead.popleft())
             except Exception as error:
-                self._failed = error
+                self._failed = self._failed or error
 
     def _report(self, grown: list[Sequence]) -> list[Sequence]:
         """With those that got tokens outside of `step`."""

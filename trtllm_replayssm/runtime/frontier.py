@@ -57,13 +57,16 @@ class Frontier:
             columns = torch.cat([columns, drafts], 1)
         self._table[slots, : columns.shape[1]] = columns
 
-    def turns(self, asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def turns(self, asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """What the rows that `asked` describes bring: slots, starts, counts [rows] and tokens [rows, width], of which
-        the first `counts` of a row are meant."""
+        the first `counts` of a row are meant; counts None where width is 1."""
         slots, starts, drafts, last = asked[:, :HEADER].unbind(1)
+        width = asked.shape[1] - HEADER
         here = self._table[torch.where(slots < 0, len(self._table) - 1, slots)]
         known = starts >= 0
-        left = torch.minimum(torch.minimum(here[:, 1], last - here[:, 0]), drafts).clamp(min=0)
-        counts = 1 + torch.where(known, drafts, left)
-        tokens = torch.where(known[:, None], asked[:, HEADER:], here[:, 2 : 2 + asked.shape[1] - HEADER])
+        tokens = torch.where(known[:, None], asked[:, HEADER:], here[:, 2 : 2 + width])
+        counts = None
+        if width > 1:
+            left = torch.minimum(torch.minimum(here[:, 1], last - here[:, 0]), drafts).clamp(min=0)
+            counts = 1 + torch.where(known, drafts, left)
         return slots, torch.where(known, starts, here[:, 0]), counts, tokens

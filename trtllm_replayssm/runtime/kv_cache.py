@@ -22,22 +22,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (layers, slots + 1, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._both = torch.zeros((layers, slots + 1, 2, kv_heads, capacity, head_dim), dtype=dtype, device=device)
+        self.keys, self.values = self._both.unbind(2)
         self.scratch_slot, self.capacity = slots, capacity
 
     def clear(self, slot: int) -> None:
         """Before a slot serves another sequence: a masked value still meets a weight of 0, and 0 · NaN would be NaN."""
-        self.keys[:, slot] = 0
-        self.values[:, slot] = 0
+        self._both[:, slot] = 0
 
-    def write(
-        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """slots, positions int64 [n]; keys, values [n, kv_heads, head_dim], rounded to the cache's dtype."""
-        self.keys[layer][slots, :, positions] = keys.to(self.keys.dtype)
-        self.values[layer][slots, :, positions] = values.to(self.values.dtype)
+    def write(self, layer: int, slots: torch.Tensor, positions: torch.Tensor, both: torch.Tensor) -> None:
+        """slots, positions int64 [n]; both [n, 2 * kv_heads, head_dim]: keys, then values, rounded to the cache's
+        dtype."""
+        cache, both = self._both[layer], both.to(self._both.dtype).unflatten(1, (2, -1))
+        if both.shape[-1] * both.itemsize % 16 == 0:  # torch copies element by element: let these be large
+            cache, both = cache.view(torch.complex128), both.view(torch.complex128)
+        cache[slots, :, :, positions] = both
 
     def save(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Host copies of a slot's first `length` positions, all layers."""

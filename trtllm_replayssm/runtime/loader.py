@@ -37,7 +37,7 @@ class Stack:
         """
         total, newest = x.to(torch.float32, copy=True), None
         for norm, mixer in self.layers:
-            newest = mixer(norm(total, newest), batch, memory)
+            newest = mixer(norm(total, newest), batch, memory, total)
         return self.final_norm(total, newest)
 
 

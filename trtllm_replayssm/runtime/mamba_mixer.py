@@ -41,8 +41,8 @@ class MambaMixer:
         self.conv_weight, self.conv_bias = conv_weight, conv_bias
         self.A_log, self.D, self.dt_bias, self.dt_limit = A_log, D, dt_bias, dt_limit
 
-    def __call__(self, x: torch.Tensor, batch, memory) -> torch.Tensor:
-        """x [n, hidden] -> [n, hidden]."""
+    def __call__(self, x: torch.Tensor, batch, memory, total: torch.Tensor) -> torch.Tensor | None:
+        """x [n, hidden] -> what is left to add to `total`, fp32 [n, hidden] (Linear.add_to)."""
         geometry, pool = memory.pool.geometry, memory.pool
         heads, head_dim = geometry.num_heads, geometry.head_dim
         d_inner, group_width = heads * head_dim, geometry.num_groups * geometry.state_dim
@@ -68,4 +68,4 @@ class MambaMixer:
             out=conv.new_empty((len(conv), heads, head_dim)),
             **more,
         )
-        return self.tiles(lambda y, z: self.out_proj(self.norm.gated(y, z)), y.flatten(1), z)
+        return self.tiles(lambda y, z: self.out_proj.add_to(total, self.norm.gated(y, z)), y.flatten(1), z)

@@ -18,5 +18,6 @@ class MLP:
         """x [n, hidden] -> [n, hidden]."""
         return self.down(relu2(self.up(x)))
 
-    def __call__(self, x: torch.Tensor, batch=None, memory=None) -> torch.Tensor:
-        return self.tiles(self.rows, x)
+    def __call__(self, x: torch.Tensor, batch, memory, total: torch.Tensor) -> torch.Tensor | None:
+        """x [n, hidden] -> what is left to add to `total`, fp32 [n, hidden] (Linear.add_to)."""
+        return self.tiles(lambda x: self.down.add_to(total, relu2(self.up(x))), x)

@@ -69,7 +69,8 @@ class MoE:
         self.router, self.up, self.down, self.shared = router, up, down, shared
         self.to_latent, self.from_latent, self.all_reduce, self.tiles = to_latent, from_latent, all_reduce, tiles
 
-    def __call__(self, x: torch.Tensor, batch, memory=None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch, memory, total: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden], left to add to `total`."""
         weights = self.tiles(self.router, x)
         inner = self.tiles(self.to_latent, x) if self.to_latent else x
         if batch.on_host is None:
@@ -80,7 +81,7 @@ class MoE:
             routed = self.all_reduce(routed.float()).to(x.dtype)
         if self.from_latent:
             routed = self.tiles(self.from_latent, routed)
-        return routed + self.shared(x)
+        return routed + self.tiles(self.shared.rows, x)
 
     def hit_experts(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Expert by expert over the rows it got. Least arithmetic, but which experts are hit must come to the host."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from .batch import Row
@@ -25,25 +26,40 @@ class Pipeline:
     """Launches what a scheduler decides. Where the runner can, a pass is launched before the outcomes of the one before
     it are known: what the host does then costs no time. A text whose end is not known yet takes part once more; what
     that gives is thrown away.
+
+    ahead: launched passes whose outcomes are not handed out yet, in order.
     """
 
     def __init__(self, scheduler: Scheduler, runner):
         self.scheduler, self.runner = scheduler, runner
+        self.ahead: deque[Pass] = deque()
 
-    def next(self, before: Pass | None) -> tuple[list[Sequence], list[tuple[Sequence, int]] | None]:
-        """Who takes part in the next pass, and their chunks if it is one of prompts.
+    @property
+    def has_room(self) -> bool:
+        """Whether another pass may be launched before outcomes are handed out. One may be on its way behind the first.
+        A pass of prompts is short, it may end before the host has handed out a decode step's tokens: a second one may
+        follow it, for no text waits for both."""
+        if not self.ahead or not self.runner.runs_ahead:
+            return not self.ahead
+        return len(self.ahead) == 1 or [done.kind for done in self.ahead] == ["decode", "prefill"]
 
-        before: the pass whose outcomes are not handed out yet. Texts that surely end with it are left out.
-        """
+    def next(self) -> tuple[list[Sequence], list[tuple[Sequence, int]] | None]:
+        """Who takes part in the next pass, and their chunks if it is one of prompts. Texts that surely end with a pass
+        on its way are left out."""
         chunks = self.scheduler.next_prompts()
         if chunks:
             return [sequence for sequence, _ in chunks], chunks
-        waited_for = frozenset(before.sequences if before else ())
+        waited_for = self._waited_for()
         return [s for s in self.scheduler.decoding() if s not in waited_for or s.tokens_left > 1], None
 
-    def launch(self, sequences: list[Sequence], chunks: list[tuple[Sequence, int]] | None, before: Pass | None) -> Pass:
-        """What `next` gave."""
-        return self._prompts(chunks) if chunks else self._decode(sequences, before)
+    def launch(self, sequences: list[Sequence], chunks: list[tuple[Sequence, int]] | None) -> Pass:
+        """What `next` gave: the last pass of `ahead` then."""
+        self.ahead.append(self._prompts(chunks) if chunks else self._decode(sequences))
+        return self.ahead[-1]
+
+    def _waited_for(self) -> frozenset[Sequence]:
+        """Texts that get tokens from a pass on its way."""
+        return frozenset(sequence for done in self.ahead for sequence in done.sequences)
 
     def _prompts(self, chunks: list[tuple[Sequence, int]]) -> Pass:
         rows, tokens = [], []
@@ -61,8 +77,8 @@ class Pipeline:
             sequence.prefilled += count
         return Pass("prefill", complete, outcomes, len(tokens))
 
-    def _decode(self, sequences: list[Sequence], before: Pass | None) -> Pass:
-        waited_for = frozenset(before.sequences if before else ())
+    def _decode(self, sequences: list[Sequence]) -> Pass:
+        waited_for = self._waited_for()
         turns = [s.turn_ahead() if s in waited_for else s.turn() for s in sequences]
         drafts = max(sequence.draft_length for sequence in sequences)
         return Pass("decode", sequences, self.runner.decode(turns, [s.params for s in sequences], drafts))

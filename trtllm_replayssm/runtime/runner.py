@@ -128,11 +128,18 @@ class Runner:
         Returns int64 [rows, 2 + width + drafts]: how many new tokens; how many were brought; the new ones, then
         padding; the next drafts, if `follow` gives any.
         """
-        accepted, choices = accept(batch.tokens, chosen, batch.grid)
-        self.memory.pool.commit(batch.plan, accepted.to(torch.int32))
-        last = batch.grid.cells.gather(1, accepted[:, None] - 1).squeeze(1)
+        cells = batch.grid.cells
+        if cells.shape[1] == 1:  # nothing to reject: each row's token is its last one
+            accepted, choices, last = batch.grid.counts, chosen[:, None], cells[:, 0]
+            slots, positions, newest = batch.kv_slots, batch.positions, chosen
+            self.memory.pool.commit(batch.plan)
+        else:
+            accepted, choices = accept(batch.tokens, chosen, batch.grid)
+            last = cells.gather(1, accepted[:, None] - 1).squeeze(1)
+            slots, positions, newest = batch.kv_slots[last], batch.positions[last], chosen[last]
+            self.memory.pool.commit(batch.plan, accepted.to(torch.int32))
         drafted = self._follow(batch, hidden, chosen, last, drafts)
-        self.frontier.advance(batch.kv_slots[last], batch.positions[last] + 1, chosen[last], drafted)
+        self.frontier.advance(slots, positions + 1, newest, drafted)
         return _columns(torch.stack([accepted, batch.grid.counts], 1), choices, drafted)
 
     def _step(self, batch: Batch, params: list[SamplingParams], drafts: int) -> torch.Tensor:
@@ -196,7 +203,7 @@ class Runner:
         kv = self.memory.kv
         slots, starts, counts, tokens = self.frontier.turns(asked)
         rows, width = tokens.shape
-        plan = self.memory.pool.plan(slots.to(torch.int32), 1 if width == 1 else counts.to(torch.int32), most=width)
+        plan = self.memory.pool.plan(slots.to(torch.int32), 1 if counts is None else counts.to(torch.int32), most=width)
         slots = torch.where(slots < 0, kv.scratch_slot, slots)
         if width == 1:
             return Batch(plan, tokens[:, 0], starts, slots, context, Grid.of_single_tokens(rows, asked.device))

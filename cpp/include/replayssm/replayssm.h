@@ -318,13 +318,14 @@ typedef struct {
 /* Inputs and output of rms_norm. width: a multiple of 8 * groups, width / groups at most REPLAYSSM_MAX_NORM_WIDTH. */
 typedef struct {
   replayssm_tensor x;      /* [rows, width], any dtype */
-  replayssm_tensor addend; /* [rows, width], any dtype; data NULL: none. Its sum with x, in FP32, is normed, and stored
-                              in x, whose rows must not overlap then */
+  replayssm_tensor addend; /* [addends, rows, width], any dtype; strides of rows and addends; data NULL: none. Their sum
+                              with x, in FP32, is normed, and stored in x, whose rows must not overlap then */
   replayssm_tensor gate;   /* [rows, width], any dtype; data NULL: none. x * silu(gate) is normed; not with addend */
   replayssm_tensor weight; /* [width], any dtype */
   replayssm_tensor out;    /* [rows, width], any dtype; overlaps none of the others */
   int64_t rows;
   int32_t width, groups;
+  int32_t addends; /* >= 1 with an addend */
   float eps;
 } replayssm_norm_args;
 

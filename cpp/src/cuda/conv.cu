@@ -7,8 +7,9 @@
 // before the stretch: from `in`, or, before the row's first new token, from the slot's ring (inputs before token 0 are
 // 0 and are not read).
 //
-// Rows of one stretch are shared out among as many CTAs as run at once: a thread loads its weights once and then takes
-// row after row, of which the next one's inputs are on their way while it works on this one's.
+// Rows of one stretch are shared out among as many CTAs as run at once. A CTA fetches its rows of the plan at once and
+// a thread its weights, and then takes row after row, of which the next ones' inputs are on their way while it works on
+// this one's.
 //
 // The ring is written by the threads of a row's first stretch only. Those are the threads that read it, so that a
 // prompt whose kept inputs fall on the ring rows of the old ones needs no other order than that of a thread's own loads
@@ -25,6 +26,8 @@ namespace {
 
 constexpr int kStretch = 64;
 static_assert(kStretch >= REPLAYSSM_MAX_STEP_TOKENS, "a row that may be rolled back is one stretch");
+constexpr int kMostRows = 64;  // of a CTA
+static_assert(kMostRows <= kThreads);
 
 struct ConvParams {
   Problem problem;
@@ -44,12 +47,14 @@ constexpr int kChannelsOf = 16 / sizeof(T);  // of a thread
 constexpr int ctas_per_sm(int batch) { return batch == 1 ? 5 : 4; }
 
 // kTaps: K itself where it is 4, else 8, the window's older taps being zero and never loaded. kBatch: tokens whose
-// inputs a thread loads at once.
-template <typename T, int kTaps, int kBatch>
+// inputs a thread loads at once; 1: no row brings more. kPacked: weights and bias are of the 16-bit type T and aligned;
+// as bits they leave registers for two rows on their way instead of one.
+template <typename T, int kTaps, int kBatch, bool kPacked>
 __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
                                                   : 1) void conv_kernel(const __grid_constant__ ConvParams params) {
   begin_early();
-  constexpr int kType = kDtypeOf<T>, kChannels = kChannelsOf<T>;
+  constexpr bool kSingle = kBatch == 1;
+  constexpr int kType = kDtypeOf<T>, kChannels = kChannelsOf<T>, kParts = kPacked ? 2 : 1;
   const Problem& problem = params.problem;
   const replayssm_conv_args& args = params.args;
   const int K = kTaps == 4 ? 4 : problem.geometry.conv_kernel;
@@ -57,49 +62,49 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
   const int channel = (static_cast<int>(blockIdx.x % params.channel_blocks) * kThreads + threadIdx.x) * kChannels;
   const int stretch = static_cast<int>(blockIdx.x / params.channel_blocks % params.stretches);
   const int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
-  const int end_row = min(first_row + params.rows_each, params.rows);
+  const int rows = min(params.rows_each, params.rows - first_row);
+  __shared__ replayssm_plan_row planned[kMostRows];
+  if (static_cast<int>(threadIdx.x) < rows) planned[threadIdx.x] = params.planned[first_row + threadIdx.x];
+  __syncthreads();
   if (channel >= problem.conv_channels) return;
 
   // A row's part of this stretch, its first tokens' inputs and those before them: raw bits, nothing of which is
   // converted, so that nothing waits for the loads.
+  const int begin = kSingle ? 0 : stretch * kStretch;
   struct Part {
-    int slot, first_token, count, conv_row;
-    bool is_long;
-    int begin, end;
+    int index, end;  // among the CTA's rows; behind its last token of the stretch, `begin` if there is none
     Raw<kChannels> window[kTaps - 1], batch[kBatch];
   };
   auto ring_of = [&](const Part& part) {
-    return reinterpret_cast<T*>(section_of(params.layer.conv_ring, part.slot)) + channel;
+    return reinterpret_cast<T*>(section_of(params.layer.conv_ring, planned[part.index].slot)) + channel;
   };
   auto input = [&](const Part& part, int t) {
-    return load_raw<kChannels>(args.in.data, kType,
-                               (static_cast<int64_t>(part.first_token) + t) * args.in.stride[0] + channel,
-                               params.in_aligned);
+    return load_raw<kChannels>(
+        args.in.data, kType, (static_cast<int64_t>(planned[part.index].first_token) + t) * args.in.stride[0] + channel,
+        params.in_aligned);
   };
   auto fetch = [&](Part& part, int first) {
 #pragma unroll
     for (int u = 0; u < kBatch; ++u)
       if (first + u < part.end) part.batch[u] = input(part, first + u);
   };
-  auto ask_for = [&](int row_index) {
+  auto ask_for = [&](int i) {
     Part part;
-    const replayssm_plan_row row = params.planned[row_index];
-    part.slot = 0;
-    part.begin = stretch * kStretch;
-    part.end = part.begin;
-    if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, true, params.error,
+    part.index = i;
+    part.end = begin;
+    if (i >= rows) return part;
+    const replayssm_plan_row& row = planned[i];
+    if (!admit(row, first_row + i, args.num_tokens, args.max_count, problem.config.window, true, params.error,
                channel == 0 && stretch == 0) ||
-        part.begin >= row.count) {
+        begin >= row.count) {
       return part;
     }
-    part.slot = row.slot, part.first_token = row.first_token, part.count = row.count, part.conv_row = row.conv_row;
-    part.is_long = row.flags & REPLAYSSM_ROW_LONG;
-    part.end = row.count - part.begin < kStretch ? row.count : part.begin + kStretch;
-    fetch(part, part.begin);
+    part.end = row.count - begin < kStretch ? row.count : begin + kStretch;
+    fetch(part, begin);
     const T* const ring = ring_of(part);
 #pragma unroll
     for (int k = 0; k < kTaps - 1; ++k) {
-      const int t = part.begin - (kTaps - 1) + k;
+      const int t = begin - (kTaps - 1) + k;
       part.window[k] = {};
       if (k < first_tap) continue;
       if (t >= 0) {
@@ -111,83 +116,134 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     }
     return part;
   };
-  Part next = ask_for(first_row);
+  Part parts[kParts];
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) parts[i] = ask_for(i);
 
   float weight[kTaps][kChannels], bias[kChannels];
-  if (kTaps == 4 && params.weight_aligned) {
-    Raw<8> taps[kChannels / 2];  // of two channels
+  Raw<8> taps[kChannels / 2], bias_bits;  // taps: of two channels
+  if (kPacked || (kTaps == 4 && params.weight_aligned)) {
 #pragma unroll
     for (int c = 0; c < kChannels; c += 2) {
-      taps[c / 2] = load_raw<8>(args.weight.data, args.weight.dtype, (static_cast<int64_t>(channel) + c) * 4, true);
+      taps[c / 2] = load_raw<8>(args.weight.data, kPacked ? kType : args.weight.dtype,
+                                (static_cast<int64_t>(channel) + c) * 4, true);
     }
-#pragma unroll
-    for (int c = 0; c < kChannels; c += 2) {
-      float value[8];
-      unpack_raw(taps[c / 2], args.weight.dtype, value);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) weight[k][c] = value[k], weight[k][c + 1] = value[4 + k];
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k)
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        weight[k][c] = 0.0f;
-        if (k < first_tap) continue;
-        weight[k][c] =
-            load_scalar(args.weight.data, args.weight.dtype, (static_cast<int64_t>(channel) + c) * K + k - first_tap);
-      }
   }
-  if (args.bias.data) {
-    load_vector<kChannels>(args.bias.data, args.bias.dtype, channel, params.bias_aligned, bias);
-  } else {
+  auto unpack_taps = [&](int c) {
+    float value[8];
+    unpack_raw(taps[c / 2], kPacked ? kType : args.weight.dtype, value);
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) bias[c] = 0.0f;
+    for (int k = 0; k < 4; ++k) weight[k][c] = value[k], weight[k][c + 1] = value[4 + k];
+  };
+  if (kPacked) {
+    bias_bits = {};
+    if (args.bias.data) bias_bits = load_raw<8>(args.bias.data, kType, channel, true);
+  } else {
+    if (kTaps == 4 && params.weight_aligned) {
+#pragma unroll
+      for (int c = 0; c < kChannels; c += 2) unpack_taps(c);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k)
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          weight[k][c] = 0.0f;
+          if (k < first_tap) continue;
+          weight[k][c] =
+              load_scalar(args.weight.data, args.weight.dtype, (static_cast<int64_t>(channel) + c) * K + k - first_tap);
+        }
+    }
+    if (args.bias.data) {
+      load_vector<kChannels>(args.bias.data, args.bias.dtype, channel, params.bias_aligned, bias);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) bias[c] = 0.0f;
+    }
   }
 
-  for (int row_index = first_row; row_index < end_row; ++row_index) {
-    Part part = next;
-    if (row_index + 1 < end_row) next = ask_for(row_index + 1);
+  auto work_on = [&](Part& part) {
+    if (part.end == begin) return;
+    const replayssm_plan_row& row = planned[part.index];
+    const bool is_long = !kSingle && row.flags & REPLAYSSM_ROW_LONG;
     T* const ring = ring_of(part);
     auto keep = [&](int position, const Raw<kChannels>& raw) {
       store_raw<kChannels>(ring, kType, static_cast<int64_t>(position) * problem.conv_channels, true, raw);
     };
-    if (part.end > part.begin && part.is_long && stretch == 0) {
-      for (int t = max(part.count - (K - 1), 0); t < part.count; ++t) {
-        keep(static_cast<int>((static_cast<int64_t>(part.conv_row) + t) % problem.conv_rows), input(part, t));
+    if (is_long && stretch == 0) {
+      for (int t = max(row.count - (K - 1), 0); t < row.count; ++t) {
+        keep(static_cast<int>((static_cast<int64_t>(row.conv_row) + t) % problem.conv_rows), input(part, t));
       }
     }
     Raw<kChannels> window[kTaps];  // the newest input last; bits, for values would take twice the registers
 #pragma unroll
     for (int k = 0; k < kTaps - 1; ++k) window[k] = part.window[k];
-    for (int first = part.begin; first < part.end; first += kBatch) {
+    for (int first = begin; first < part.end; first += kBatch) {
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
         const int t = first + u;
         if (t >= part.end) break;
-        if (!part.is_long) keep(ring_position(part.conv_row, t, problem.conv_rows), part.batch[u]);
+        if (!is_long) keep(ring_position(row.conv_row, t, problem.conv_rows), part.batch[u]);
         window[kTaps - 1] = part.batch[u];
         float y[kChannels];
+        if constexpr (kPacked) {
+          unpack_raw(bias_bits, kType, y);
+          // New to the compiler for every token, or it keeps what they unpack to, for which there are no registers.
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) y[c] = bias[c];
+          for (Raw<8>& of_two : taps)
 #pragma unroll
-        for (int k = 0; k < kTaps; ++k) {
-          // Inputs that the kernel does not reach are skipped, not multiplied by zero: they may be Inf or NaN.
-          if (kTaps != 4 && k < first_tap) continue;
-          float input[kChannels];
-          unpack_raw(window[k], kType, input);
+            for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(of_two.word[w]));
 #pragma unroll
-          for (int c = 0; c < kChannels; ++c) y[c] = fmaf(weight[k][c], input[c], y[c]);
+          for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int c = 0; c < kChannels; c += 2) {
+              const float2 pair = unpack_pair<T>(window[k].word[c / 2]);
+              auto tap = [&](int i) {
+                const float2 taps_of_two = unpack_pair<T>(taps[c / 2].word[2 * i + k / 2]);
+                return k % 2 ? taps_of_two.y : taps_of_two.x;
+              };
+              y[c] = fmaf(tap(0), pair.x, y[c]);
+              y[c + 1] = fmaf(tap(1), pair.y, y[c + 1]);
+            }
+        } else {
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) y[c] = bias[c];
+#pragma unroll
+          for (int k = 0; k < kTaps; ++k) {
+            // Inputs that the kernel does not reach are skipped, not multiplied by zero: they may be Inf or NaN.
+            if (kTaps != 4 && k < first_tap) continue;
+            float input[kChannels];
+            unpack_raw(window[k], kType, input);
+#pragma unroll
+            for (int c = 0; c < kChannels; ++c) y[c] = fmaf(weight[k][c], input[c], y[c]);
+          }
         }
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) y[c] = silu(y[c]);
 #pragma unroll
         for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
-        store_vector<kChannels>(args.out.data, kType,
-                                (static_cast<int64_t>(part.first_token) + t) * args.out.stride[0] + channel,
-                                params.out_aligned, y);
+        store_vector<kChannels>(
+            args.out.data, kType,
+            (static_cast<int64_t>(planned[part.index].first_token) + t) * args.out.stride[0] + channel,
+            params.out_aligned, y);
       }
+      if (kSingle) break;
       fetch(part, first + kBatch);
+    }
+  };
+  if constexpr (kParts == 1) {
+    for (int i = 0; i < rows; ++i) {
+      Part part = parts[0];
+      parts[0] = ask_for(i + 1);
+      work_on(part);
+    }
+  } else {
+    for (int first = 0; first < rows; first += kParts) {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        if (first + i >= rows) break;
+        work_on(parts[i]);
+        parts[i] = ask_for(first + i + kParts);
+      }
     }
   }
 }
@@ -195,15 +251,19 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
 using ConvKernel = void(ConvParams);
 
 template <typename T>
-ConvKernel* choose_conv(int taps, int max_count) {
-  if (max_count == 1) return taps == 4 ? conv_kernel<T, 4, 1> : conv_kernel<T, 8, 1>;
-  return taps == 4 ? conv_kernel<T, 4, 4> : conv_kernel<T, 8, 4>;
+ConvKernel* choose_conv(int taps, int max_count, bool packed) {
+  if (taps != 4) return max_count == 1 ? conv_kernel<T, 8, 1, false> : conv_kernel<T, 8, 4, false>;
+  if (max_count != 1) return conv_kernel<T, 4, 4, false>;
+  if constexpr (sizeof(T) == 2) {
+    if (packed) return conv_kernel<T, 4, 1, true>;
+  }
+  return conv_kernel<T, 4, 1, false>;
 }
 
-ConvKernel* choose_conv(int activation, int taps, int max_count) {
-  if (activation == REPLAYSSM_BF16) return choose_conv<__nv_bfloat16>(taps, max_count);
-  if (activation == REPLAYSSM_FP16) return choose_conv<__half>(taps, max_count);
-  return choose_conv<float>(taps, max_count);
+ConvKernel* choose_conv(int activation, int taps, int max_count, bool packed) {
+  if (activation == REPLAYSSM_BF16) return choose_conv<__nv_bfloat16>(taps, max_count, packed);
+  if (activation == REPLAYSSM_FP16) return choose_conv<__half>(taps, max_count, packed);
+  return choose_conv<float>(taps, max_count, packed);
 }
 
 }  // namespace
@@ -217,7 +277,7 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
   const int32_t stretches = args.max_count > kStretch ? (args.max_count - 1) / kStretch + 1 : 1;
   const int32_t at_once = ctas_per_sm(args.max_count) * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   const int32_t groups = stretches > 1 ? rows : std::clamp(at_once / channel_blocks, 1, rows);  // of rows, a CTA each
-  const int32_t rows_each = (rows - 1) / groups + 1;
+  const int32_t rows_each = std::min((rows - 1) / groups + 1, kMostRows);
   const ConvParams params{problem,
                           layer,
                           table.error,
@@ -231,7 +291,13 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                           rows_aligned(args.out),
                           is_aligned_vector(args.weight),
                           is_aligned_vector(args.bias)};
-  return launch_early("conv_step", choose_conv(problem.config.activation, problem.geometry.conv_kernel, args.max_count),
+  auto packed = [&](const replayssm_tensor& vector, bool aligned) {
+    return !vector.data || (vector.dtype == problem.config.activation && aligned);
+  };
+  ConvKernel* const kernel =
+      choose_conv(problem.config.activation, problem.geometry.conv_kernel, args.max_count,
+                  packed(args.weight, params.weight_aligned) && packed(args.bias, params.bias_aligned));
+  return launch_early("conv_step", kernel,
                       static_cast<int64_t>((rows - 1) / rows_each + 1) * stretches * channel_blocks, kThreads, 0, exec,
                       params);
 }
@@ -240,8 +306,10 @@ cudaError_t load_conv_kernels() {
   for (int activation : {REPLAYSSM_FP32, REPLAYSSM_BF16, REPLAYSSM_FP16}) {
     for (int taps : {4, 8}) {
       for (int max_count : {1, 2}) {
-        const cudaError_t error = load_kernel(choose_conv(activation, taps, max_count));
-        if (error != cudaSuccess) return error;
+        for (bool packed : {false, true}) {
+          const cudaError_t error = load_kernel(choose_conv(activation, taps, max_count, packed));
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }

@@ -14,8 +14,8 @@ void norm_row(const replayssm_norm_args& args, int64_t row) {
   const int32_t width = args.width / args.groups;
   std::vector<float> value(width), other(width);
   for (int32_t first = 0; first < args.width; first += width) {
-    auto load = [&](const replayssm_tensor& tensor, std::vector<float>& target) {
-      const int64_t index = row * tensor.stride[0] + first;
+    auto load = [&](const replayssm_tensor& tensor, std::vector<float>& target, int32_t matrix = 0) {
+      const int64_t index = matrix * tensor.stride[1] + row * tensor.stride[0] + first;
       load_row(element_address(tensor.data, tensor.dtype, index), tensor.dtype, width, target.data());
     };
     auto store = [&](const replayssm_tensor& tensor) {
@@ -24,8 +24,10 @@ void norm_row(const replayssm_norm_args& args, int64_t row) {
     };
     load(args.x, value);
     if (args.addend.data) {
-      load(args.addend, other);
-      for (int32_t c = 0; c < width; ++c) value[c] += other[c];
+      for (int32_t i = 0; i < args.addends; ++i) {
+        load(args.addend, other, i);
+        for (int32_t c = 0; c < width; ++c) value[c] += other[c];
+      }
       store(args.x);
     } else if (args.gate.data) {
       load(args.gate, other);
