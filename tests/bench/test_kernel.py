@@ -9,7 +9,14 @@ import torch
 from trtllm_replayssm import SlotLayout
 from trtllm_replayssm.bench import kernel, peers
 from trtllm_replayssm.bench.kernel import Case, KernelBench, parse_geometry
-from trtllm_replayssm.bench.peers import FlashInferReplay, Peer, TritonPeer, VllmReplay, _Relaunched
+from trtllm_replayssm.bench.peers import (
+    ConventionalPeer,
+    FlashInferReplay,
+    ReferenceReplay,
+    TritonPeer,
+    VllmReplay,
+    _Relaunched,
+)
 from trtllm_replayssm.cli import main
 
 GEOMETRY = "4x16x2x64"
@@ -131,7 +138,7 @@ def test_picture(bench, tmp_path):
         (("--batches", "0"), "batch is 0, expected at least 1"),
         (("--modes", "fast"), "unknown 'fast', expected some of replay conventional"),
         (("--modes", "conventional", "--tokens", "2"), "use conventional_verify"),
-        (("--modes", "peer:vllm", "--tokens", "2"), "mode peer:vllm takes 1 token, got 2"),
+        (("--modes", "peer:vllm", "--tokens", "5"), "mode peer:vllm takes 4 tokens, got 5"),
         (("--modes", "conventional", "--formats", "fp16_sr:none"), "mode conventional takes fp32, bf16, fp16"),
         (("--modes", "conventional", "--no-flush"), "--no-flush goes with mode replay"),
         (("--formats", "fp32"), "expected CHECKPOINT:READ_COPY"),
@@ -163,19 +170,28 @@ def test_other_files_are_not_touched(bench, tmp_path, content):
     assert file.read_text() == content
 
 
-class Reference(Peer):
+class Reference(ConventionalPeer):
     """The recurrence in torch, as if it came from elsewhere; `factor` 1 is right."""
 
+    longest_step = 4
     settings = [{"factor": 1.0}, {"factor": 1.0, "again": True}]
 
     def missing(self):
         return None
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting):
-        delta = torch.nn.functional.softplus(dt.float() + dt_bias)
-        B, C = (t.float().repeat_interleave(2, 1)[:, :, None] for t in (B, C))
-        state.mul_(torch.exp(A * delta[..., None])).add_(delta[..., None] * x.float()[..., None] * B)
-        return ((state * C).sum(-1) + D * x.float()) * setting["factor"]
+    def call(self, case, state, given, others, setting):
+        slots = others.get("state_batch_indices", torch.arange(case.batch)[:, None]).long()
+        newest = slots[:, :1] if case.tokens == 1 else slots.gather(1, others["num_accepted_tokens"][:, None] - 1)
+        states, outputs = state[newest[:, 0]].float(), []
+        delta = torch.nn.functional.softplus(given["dt"].float() + given["dt_bias"])
+        for token in range(case.tokens):
+            x, B, C = (given[name].float()[token :: case.tokens] for name in ("x", "B", "C"))
+            d = delta[token :: case.tokens]
+            B, C = (t.repeat_interleave(2, 1)[:, :, None] for t in (B, C))
+            states = torch.exp(given["A"] * d[..., None]) * states + (d * x)[..., None] * B
+            state[slots[:, token]] = states
+            outputs.append((states * C).sum(-1) + given["D"] * x)
+        return torch.stack(outputs, 1).flatten(0, 1) * setting["factor"]
 
 
 def test_peers_go_through_the_same_harness(bench, monkeypatch):
@@ -195,10 +211,11 @@ def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch):
     assert records == [] and "its outputs are off the recurrence by 0.1" in errors
 
 
-class ReferenceReplay(Reference):
+class ReferenceWithFlushes(Reference):
     """The same, which writes the state that counts once a window."""
 
     longest_window = 16
+    longest_step = 1
 
     def memory(self, *arguments):
         memory = super().memory(*arguments)
@@ -206,41 +223,59 @@ class ReferenceReplay(Reference):
 
     cursors, flushing, advance = VllmReplay.cursors, VllmReplay.flushing, VllmReplay.advance
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, checkpoint, write_pos, is_flush):
-        y = super().call(state, x, dt, A, B, C, D, dt_bias, setting)
-        checkpoint.copy_(torch.where(is_flush[:, None, None, None], state, checkpoint))
+    def call(self, case, state, given, others, setting):
+        y = super().call(case, state, given, {}, setting)
+        flushed = others["is_flush"][:, None, None, None]
+        others["checkpoint"].copy_(torch.where(flushed, state, others["checkpoint"]))
         return y
 
 
 def test_peers_that_replay_flush_as_often_as_ours(bench, monkeypatch):
     """And are set against the bytes that ours moves."""
-    peer = ReferenceReplay("no-such-package", "torch")
+    peer = ReferenceWithFlushes("no-such-package", "torch")
     monkeypatch.setitem(peers.PEERS, "vllm_replay", peer)
     arguments = (*SMALL, "--batches", 3, "--modes", "replay", "peer:vllm_replay", "--json")
     ours, theirs = bench(*arguments)[0]
     for field in ("flushes_per_step", "bytes_read_per_step", "bytes_written_per_step"):
         assert theirs[field] == pytest.approx(ours[field], abs=1), field
-    peer.advance = lambda cursors, window: VllmReplay.advance(peer, cursors, window // 2)
+    peer.advance = lambda case, cursors, accepted: peer.cursors(case, (cursors["write_pos"] + accepted) % 8)
     (record,), errors = bench(*arguments, code=1)
     assert record["mode"] == "replay" and "flushes a step were counted, the renewal value is 0.1875" in errors
     assert "takes windows up to 16, got 17" in bench(*arguments[:-1], "--windows", 17, code=2)[1]
 
 
-@pytest.mark.parametrize("kind, delay", [(VllmReplay, 3), (FlashInferReplay, 4)])
-def test_rows_of_replaying_peers_flush_once_a_window(kind, delay):
-    """At the token that fills the window, or the one after."""
-    peer = kind("no-such-package", "torch")
-    cursors, seen = peer.cursors(torch.arange(4, dtype=torch.int32), 4), []
-    for _ in range(12):
-        seen.append(peer.flushing(cursors, 4).tolist())
-        peer.advance(cursors, 4)
-    assert seen == [
-        [token >= delay - row and (token - delay + row) % 4 == 0 for row in range(4)] for token in range(12)
-    ]
-    if (
-        kind is FlashInferReplay
-    ):  # three flushes moved the ring of 5 rows by 4 each, but for the row not yet at its third
-        assert cursors["ring_start"].tolist() == [(4 * 2) % 5, *[(4 * 3) % 5] * 3]
+def test_peers_verify_like_ours(bench, monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "vllm", Reference("no-such-package", "torch"))
+    arguments = ("--batches", 8, "--tokens", 4, "--modes", "conventional_verify", "peer:vllm", "--json")
+    ours, theirs = bench(*SMALL, *arguments)[0]
+    for field in ("bytes_read_per_step", "bytes_written_per_step"):
+        assert theirs[field] == ours[field], field
+    assert theirs["accepted_per_row_and_step"] == pytest.approx(2.5, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", [ReferenceReplay, FlashInferReplay])
+def test_cursors_of_peers_that_replay(kind, tokens):
+    """A row flushes when its step has no room in the window, and its ring then begins behind the records folded."""
+    case = Case(GEOMETRY, 5, tokens, "peer:vllm", window=7)
+    peer, generator = kind("no-such-package", "torch"), torch.Generator().manual_seed(1)
+    held, start = list(range(5)), [0] * 5
+    cursors = peer.cursors(case, torch.arange(5, dtype=torch.int32))
+    ring = 7 + tokens if kind is FlashInferReplay else 1 << (7 + tokens - 1).bit_length()
+    names = {
+        FlashInferReplay: ("prev_num_accepted_tokens", "ring_start"),
+        ReferenceReplay: ("write_pos", "post_conv_state_pos"),
+    }[kind]
+    for _ in range(40):
+        assert [cursors[name].tolist() for name in names] == [held, start]
+        full = [records + tokens > 7 for records in held]
+        assert peer.flushing(case, cursors).tolist() == full
+        accepted = torch.randint(1, tokens + 1, (5,), dtype=torch.int32, generator=generator)
+        cursors = peer.advance(case, cursors, accepted)
+        for row, count in enumerate(accepted.tolist()):
+            if full[row]:
+                start[row], held[row] = (start[row] + held[row]) % ring, 0
+            held[row] += count
 
 
 def test_launch_settings_replace_those_of_the_library():
