@@ -2,6 +2,8 @@
 """`bench kernel` on the CPU: what it counts, refuses, keeps and resumes."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -276,6 +278,168 @@ def test_cursors_of_peers_that_replay(kind, tokens):
             if full[row]:
                 start[row], held[row] = (start[row] + held[row]) % ring, 0
             held[row] += count
+
+
+def replayed(state, records, new, A, D):
+    """Outputs of new tokens behind a state [H,P,N] and records, the state behind the records: a token is (x [H,P], B
+    [G,N], delta [H]), a new one with C [G,N].
+    """
+    sharing = state.shape[0] // new[0][1].shape[0]
+
+    def with_token(state, x, B, delta):
+        B = B.float().repeat_interleave(sharing, 0)
+        return torch.exp(A * delta)[:, None, None] * state + (delta[:, None] * x.float())[..., None] * B[:, None]
+
+    state = state.float()
+    for x, B, delta in records:
+        state = with_token(state, x, B, delta)
+    outputs, newest = [], state
+    for x, B, delta, C in new:
+        newest = with_token(newest, x, B, delta)
+        C = C.float().repeat_interleave(sharing, 0)
+        outputs.append((newest * C[:, None]).sum(-1) + D[:, None] * x.float())
+    return torch.stack(outputs), state
+
+
+class FakeFlashInfer(types.ModuleType):
+    """The contract of flashinfer.mamba's ReplaySSM, row by row."""
+
+    def __init__(self):
+        super().__init__("flashinfer.mamba")
+        self.launched, self.AutoTuner = set(), self
+
+    def get(self):
+        return self
+
+    def choose_one(self, name, runners, config, inputs):
+        return runners[0], None
+
+    def allocate_checkpointing_ssu_scratch(self, batch, heads, tokens, window, dtype, device):
+        return tuple(torch.zeros(batch, heads, dtype=dtype, device=device) for _ in range(3))
+
+    def checkpointing_ssu(
+        self, state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, dt_bias,
+        dt_softplus, cb_scaled, cumAdt_vec, cb_old, enable_pdl,
+    ):  # fmt: skip
+        self.launched.add((self.AutoTuner.get().choose_one("checkpointing_ssu", [None], None, [])[1], enable_pdl))
+        assert dt.stride(-1) == A.stride(-1) == A.stride(-2) == D.stride(-1) == dt_bias.stride(-1) == 0 and dt_softplus
+        delta = torch.nn.functional.softplus(dt[..., 0].float() + dt_bias[:, 0])
+        (batch, tokens), ring = x.shape[:2], x_cache.shape[2]
+        for row in range(batch):
+            held, start = int(prev_num_accepted_tokens[row]), int(ring_start[row])
+            places = [(start + n) % ring for n in range(held + tokens)]
+            records = [(x_cache[row, :, p], B_cache[row, :, p], dt_cache[row, :, p]) for p in places[:held]]
+            new = [(x[row, t], B[row, t], delta[row, t], C[row, t]) for t in range(tokens)]
+            out[row], folded = replayed(state[row], records, new, A[:, 0, 0], D[:, 0])
+            if held + tokens > ring - tokens:
+                state[row] = folded
+            for place, (values, keys, step, _) in zip(places[held:], new, strict=True):
+                x_cache[row, :, place], B_cache[row, :, place], dt_cache[row, :, place] = values, keys, step
+
+
+class FakeReference(types.ModuleType):
+    """The contract of the verification kernel of ReplaySSM's authors, row by row; and their launch parameters."""
+
+    def __init__(self):
+        super().__init__("selective_state_update_replayssm_spec")
+        self._overrides, self.launched = {}, set()
+
+    def selective_state_update_replayssm_spec(
+        self, state_checkpoint, post_conv_cache, dt_cache, conv_out, dt_spec, A, write_pos, post_conv_state_pos,
+        is_flush, query_start_loc, state_batch_indices, max_cache_len, max_spec_len, d_inner, ngroups, dstate, D,
+        dt_bias, dt_softplus, bc_pre, null_block_id,
+    ):  # fmt: skip
+        self.launched.add((self._overrides.get("mamba2_spec_verify"), self._overrides.get("mamba2_spec_flush")))
+        heads, head_dim = state_checkpoint.shape[1:3]
+        ring, out = post_conv_cache.shape[1], torch.empty(len(conv_out), heads, head_dim, dtype=conv_out.dtype)
+
+        def parts(channels):
+            x, B, C = channels.split([d_inner, ngroups * dstate, channels.numel() - d_inner - ngroups * dstate])
+            return x.view(heads, head_dim), B.view(ngroups, dstate), C
+
+        def delta(dt):
+            return torch.nn.functional.softplus(dt.float() + dt_bias)
+
+        for row, slot in enumerate(state_batch_indices.tolist()):
+            held, start = int(write_pos[row]), int(post_conv_state_pos[row])
+            first, end = query_start_loc[row : row + 2].tolist()
+            places = [(start + n) % ring for n in range(held + end - first)]
+            records = [(*parts(post_conv_cache[slot, p])[:2], delta(dt_cache[slot, :, p])) for p in places[:held]]
+            new = []
+            for token in range(first, end):
+                x, B, C = parts(conv_out[token])
+                new.append((x, B, delta(dt_spec[token]), C.view(ngroups, dstate)))
+            out[first:end], folded = replayed(state_checkpoint[slot], records, new, A[:, 0, 0], D[:, 0])
+            if is_flush[row]:
+                state_checkpoint[slot] = folded
+            assert held + end - first <= (max_cache_len if is_flush[row] else max_cache_len - max_spec_len)
+            for place, token in zip(places[held:], range(first, end), strict=True):
+                post_conv_cache[slot, place] = conv_out[token, : post_conv_cache.shape[2]]
+                dt_cache[slot, :, place] = dt_spec[token].float()
+        return out
+
+
+class FakeVllm(FakeReference):
+    """The contract of vLLM's ReplaySSM, row by row."""
+
+    def selective_state_update_replayssm_output_only(
+        self, state, x, dt, A, B, C, D, dt_bias, dt_softplus, x_cache, dt_cache, B_cache, bc_pre, write_pos, is_flush,
+        max_cache_len, out,
+    ):  # fmt: skip
+        self.launched.add(self._overrides.get("mamba2_output_only"))
+        delta = torch.nn.functional.softplus(dt[..., 0].float() + dt_bias[:, 0])
+        for row, held in enumerate(write_pos.tolist()):
+            records = [(x_cache[row, :, n], B_cache[row, :, n], dt_cache[row, :, n]) for n in range(held)]
+            new = (x[row], B[row], delta[row])
+            out[row : row + 1], _ = replayed(state[row], records, [(*new, C[row])], A[:, 0, 0], D[:, 0])
+            if is_flush[row]:
+                state[row] = replayed(state[row], [*records, new], [(*new, C[row])], A[:, 0, 0], D[:, 0])[1]
+            else:
+                x_cache[row, :, held], B_cache[row, :, held], dt_cache[row, :, held] = new
+        return out
+
+
+@pytest.mark.parametrize(
+    "name, tokens, settings",
+    [
+        (
+            "flashinfer_replay",
+            1,
+            [{"tactic": None, "enable_pdl": False}, {"tactic": (1, 16, 8, 2), "enable_pdl": True}],
+        ),
+        ("flashinfer_replay", 3, [{"tactic": None, "enable_pdl": True}, {"tactic": (0, 0, 0, 1), "enable_pdl": False}]),
+        ("reference_replay", 1, [{}, {"verify": [16, 1, 64, 2], "flush": [32, 2, 64, 2]}]),
+        ("reference_replay", 3, [{}, {"verify": [16, 1, 64, 2], "flush": [32, 2, 64, 2]}]),
+        ("vllm_replay", 1, [{}, {"config": [16, 1, 64, 64, 2]}]),
+    ],
+)
+def test_adapters_of_libraries_that_replay(bench, monkeypatch, name, tokens, settings):
+    """Against their contracts: outputs are the recurrence's beyond flushes and rejected drafts, every setting is
+    launched, and the records are those that ours has of such a step.
+    """
+    peer = peers.PEERS[name]
+    fake = {"flashinfer_replay": FakeFlashInfer, "reference_replay": FakeReference, "vllm_replay": FakeVllm}[name]()
+    for module in (
+        "flashinfer.mamba.checkpointing_ssu",
+        peer._module,
+        peer._module.rpartition(".")[0] + ".replayssm_config",
+    ):
+        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr(peers.Library, "missing", lambda self: None)
+    monkeypatch.setattr(type(peer), "settings", settings)
+    monkeypatch.setattr(kernel, "steps_to_count", lambda *_: 48)
+    monkeypatch.setattr(kernel, "TOLERANCE", 0.2)  # of so few steps
+    arguments = ("--batches", 2, "--tokens", tokens, "--windows", 6, "--modes", "replay", f"peer:{name}", "--json")
+    ours, theirs = bench(*SMALL, *arguments)[0]
+    assert theirs["setting"] in json.loads(json.dumps(settings))
+    if name == "flashinfer_replay":
+        assert fake.launched == {tuple(setting.values()) for setting in settings}
+    elif name == "vllm_replay":
+        assert fake.launched == {None, (16, 1, 64, 64, 2)}
+    else:
+        assert fake.launched == {(None, None), ((16, 1, 64, 2), (32, 2, 64, 2))}
+    for field in ("bytes_read_per_step", "bytes_written_per_step"):
+        assert theirs[field] == pytest.approx(ours[field], rel=0.05 if tokens > 1 else 1e-6), field
 
 
 def test_launch_settings_replace_those_of_the_library():
