@@ -16,7 +16,7 @@ divided by the number of layers. It cannot flatter:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
 from dataclasses import asdict, dataclass
 
 import torch
@@ -255,6 +255,7 @@ class DecodeLoop:
 
 
 WARM_UP = 3  # steps before a setting is timed
+FINALISTS = 3  # settings that a few steps found fastest, timed at length
 
 
 class PeerLoop:
@@ -275,15 +276,9 @@ class PeerLoop:
     def measure(self, steps: int, repeats: int) -> dict:
         """Figures of a record at the fastest of the peer's settings."""
         check_flushes(self.flushes, self.case.expected_flushes)
-        best = None
-        for setting in self.peer.tuned_over(self.case):
-            step = repeatable(lambda chosen=setting: self._step(chosen), self.device)
-            self._seconds(step, WARM_UP)
-            took = self._seconds(step, max(steps // 4, 1))
-            if best is None or took < best[0]:
-                best = took, setting, step
-        _, setting, step = best
-        times = [self._seconds(step, steps) * 1e6 / self.num_layers for _ in range(repeats)]
+        tried = [(self._tuning_time(setting), n, setting) for n, setting in enumerate(self.peer.tuned_over(self.case))]
+        timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
+        times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
         return {
             **spread(times),
             "layers": self.num_layers,
@@ -315,7 +310,7 @@ class PeerLoop:
         case, generator = self.case, torch.Generator().manual_seed(self.case.batch)
         cursors = self.peer.cursors(case, torch.arange(case.batch, dtype=torch.int32) % case.window)
         rows, flushes, tokens = [], 0, 0
-        for step in range(-2 * case.window, max(num_steps, WARM_UP) + 1):
+        for step in range(-2 * case.window, max(num_steps, case.window, 8) + 1):
             accepted = torch.randint(1, case.tokens + 1, (case.batch,), dtype=torch.int32, generator=generator)
             if step >= 0 and cursors:
                 rows.append(torch.cat([_padded(cursor) for cursor in cursors.values()]))
@@ -341,9 +336,17 @@ class PeerLoop:
         for memory, inputs in zip(self.memories, self.inputs, strict=True):
             self.peer.update(self.case, memory | self.cursors, inputs, setting)
 
-    def _seconds(self, step: Callable[[], object], times: int) -> float:
-        self.turn.zero_()
-        return seconds(step, times, self.device)
+    def _tuning_time(self, setting: dict) -> float:
+        """A layer's microseconds in a few steps, of which some flush."""
+        return self._times(setting, self.case.window if self.case.batch < self.case.window else 8, 1)[0]
+
+    def _times(self, setting: dict, steps: int, repeats: int) -> list[float]:
+        """Microseconds a layer and step, `repeats` times."""
+        step, times = repeatable(lambda: self._step(setting), self.device), []
+        for count in (WARM_UP, *[steps] * repeats):
+            self.turn.zero_()
+            times.append(seconds(step, count, self.device) * 1e6 / self.num_layers)
+        return times[1:]
 
     def _check(self) -> None:
         """InvalidRun unless the outputs of steps from a state of zeros, as the library launches them by itself, are the
