@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for other libraries' kernels, in torch and row by row: what their functions take, keep and return."""
 
+import time
 import types
 
 import torch
@@ -9,7 +10,7 @@ from trtllm_replayssm.bench.peers import ConventionalPeer, VllmReplay
 
 
 class Reference(ConventionalPeer):
-    """The recurrence in torch, as if it came from elsewhere; `factor` 1 is right."""
+    """The recurrence in torch, as if it came from elsewhere; `factor` 1 is right. It takes `seconds` longer."""
 
     longest_step = 4
     settings = [{"factor": 1.0}, {"factor": 1.0, "again": True}]
@@ -18,6 +19,7 @@ class Reference(ConventionalPeer):
         return None
 
     def call(self, case, state, given, others, setting):
+        time.sleep(setting.get("seconds", 0))
         slots = others.get("state_batch_indices", torch.arange(case.batch)[:, None]).long()
         newest = slots[:, :1] if case.tokens == 1 else slots.gather(1, others["num_accepted_tokens"][:, None] - 1)
         states, outputs = state[newest[:, 0]].float(), []

@@ -26,9 +26,11 @@ def test_peers_go_through_the_same_harness(bench, monkeypatch):
     assert record["bytes_read_per_step"] == record["bytes_written_per_step"] == 2 * state
 
 
-def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch):
+@pytest.mark.parametrize("settings", [[{"factor": 1.1}], [{"factor": 1.0, "seconds": 2e-3}, {"factor": 1.1}]])
+def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch, settings):
+    """By itself or at its fastest."""
     wrong = Reference("no-such-package", "torch")
-    wrong.settings = [{"factor": 1.1}]
+    wrong.settings = settings
     monkeypatch.setitem(peers.PEERS, "vllm", wrong)
     records, errors = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json", code=1)
     assert records == [] and "its outputs are off the recurrence by 0.1" in errors

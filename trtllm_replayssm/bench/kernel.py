@@ -266,7 +266,7 @@ class PeerLoop:
         layout = SlotLayout(case.sizes, case.config)
         self.state_bytes = case.batch * layout.sections["checkpoint"].bytes
         self.record_bytes = case.batch * layout.record_bytes
-        self._check()
+        self._check(self.peer.tuned_over(case)[0])
         states = 1 if self.peer.longest_window else case.tokens
         self.num_layers = layers_of_pool(self.state_bytes * states, device)
         self.memories = [self.peer.memory(case, device) for _ in range(self.num_layers)]
@@ -279,6 +279,7 @@ class PeerLoop:
         tried = [(self._tuning_time(setting), n, setting) for n, setting in enumerate(self.peer.tuned_over(self.case))]
         timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
         times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
+        self._check(setting)
         return {
             **spread(times),
             "layers": self.num_layers,
@@ -348,10 +349,9 @@ class PeerLoop:
             times.append(seconds(step, count, self.device) * 1e6 / self.num_layers)
         return times[1:]
 
-    def _check(self) -> None:
-        """InvalidRun unless the outputs of steps from a state of zeros, as the library launches them by itself, are the
-        recurrence's. Of ReplaySSM some steps come after a flush; drafts are rejected. Of a large batch some rows are
-        compared.
+    def _check(self, setting: dict) -> None:
+        """InvalidRun unless the outputs of steps from a state of zeros are the recurrence's. Of ReplaySSM some steps
+        come after a flush; drafts are rejected. Of a large batch some rows are compared.
         """
         case, geometry, inputs = self.case, self.case.sizes, self._inputs(0)
         memory = self.peer.memory(case, self.device)
@@ -366,7 +366,7 @@ class PeerLoop:
         delta = torch.nn.functional.softplus(given["dt"] + inputs["dt_bias"].float())
         decay = torch.exp(inputs["A"] * delta)
         state = torch.zeros(len(rows), geometry.num_heads, geometry.head_dim, geometry.state_dim, device=self.device)
-        setting, worst = self.peer.tuned_over(case)[0], 0.0
+        worst = 0.0
         for step in range(case.window + 2 if case.replays else 3):
             accepted = (torch.arange(case.batch, dtype=torch.int32, device=self.device) + step) % case.tokens + 1
             out = self.peer.update(case, memory | cursors, inputs, setting).float()
@@ -380,7 +380,7 @@ class PeerLoop:
             out = out.unflatten(0, (case.batch, case.tokens))[rows]
             worst = max(worst, float((out - expected).norm() / expected.norm()))
         if not worst < 1e-2:
-            raise InvalidRun(f"{case.mode}: its outputs are off the recurrence by {worst:.3g}")
+            raise InvalidRun(f"{case.mode} {setting}: its outputs are off the recurrence by {worst:.3g}")
 
 
 def _padded(cursor: torch.Tensor) -> torch.Tensor:
