@@ -26,6 +26,19 @@ def test_peers_go_through_the_same_harness(bench, monkeypatch):
     assert record["bytes_read_per_step"] == record["bytes_written_per_step"] == 2 * state
 
 
+def test_a_peer_that_fails_does_not_end_the_run(bench, monkeypatch):
+    """As one that does not compile for a geometry."""
+
+    def call(*_):
+        raise RuntimeError("static assertion failed\nmore")
+
+    broken = Reference("no-such-package", "torch")
+    broken.call = call
+    monkeypatch.setitem(peers.PEERS, "vllm", broken)
+    (record,), errors = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "replay", "--json", code=1)
+    assert record["mode"] == "replay" and "peer:vllm failed, RuntimeError: static assertion failed" in errors
+
+
 @pytest.mark.parametrize("settings", [[{"factor": 1.1}], [{"factor": 1.0, "seconds": 2e-3}, {"factor": 1.1}]])
 def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch, settings):
     """By itself or at its fastest."""

@@ -266,7 +266,12 @@ class PeerLoop:
         layout = SlotLayout(case.sizes, case.config)
         self.state_bytes = case.batch * layout.sections["checkpoint"].bytes
         self.record_bytes = case.batch * layout.record_bytes
-        self._check(self.peer.tuned_over(case)[0])
+        try:
+            self._check(self.peer.tuned_over(case)[0])
+        except (InvalidRun, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a library that lacks the case may fail in any way
+            raise InvalidRun(f"{case.mode} failed, {type(error).__name__}: {error}".splitlines()[0]) from error
         states = 1 if self.peer.longest_window else case.tokens
         self.num_layers = layers_of_pool(self.state_bytes * states, device)
         self.memories = [self.peer.memory(case, device) for _ in range(self.num_layers)]
