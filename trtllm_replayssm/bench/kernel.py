@@ -16,6 +16,7 @@ divided by the number of layers. It cannot flatter:
 
 from __future__ import annotations
 
+import gc
 import statistics
 from dataclasses import asdict, dataclass
 
@@ -281,9 +282,11 @@ class PeerLoop:
     def measure(self, steps: int, repeats: int) -> dict:
         """Figures of a record at the fastest of the peer's settings."""
         check_flushes(self.flushes, self.case.expected_flushes)
+        gc.freeze()  # a capture collects garbage first: not over all that other libraries have loaded
         tried = [(self._tuning_time(setting), n, setting) for n, setting in enumerate(self.peer.tuned_over(self.case))]
         timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
         times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
+        gc.unfreeze()
         self._check(setting)
         return {
             **spread(times),

@@ -349,15 +349,23 @@ class FlashInferReplay(Peer):
     settings = [
         {"tactic": tactic, "enable_pdl": pdl}
         for tactic, pdl in itertools.product(
-            (
-                None,
-                (0, 0, 0, 1),
-                (0, 0, 0, 2),
-                *itertools.product((1, 2), (4, 8, 12, 16, 32), (4, 8, 16), (1, 2)),
-            ),
+            (None, (0, 0, 0, 1), (0, 0, 0, 2), *itertools.product((1, 2), (4, 8, 12, 16, 32), (4, 8, 16), (1, 2))),
             (False, True),
         )
     ]
+
+    def tuned_over(self, case):
+        """Without tactics that only allow more CTAs than there is work for."""
+        kept, launches = [], set()
+        processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 1
+        for setting in self.settings:
+            stages, ctas, heads, split = setting["tactic"] or (None,) * 4
+            most = ctas and min(ctas * processors, case.batch * case.sizes.num_heads * split)
+            launch = stages, most, heads, split, setting["enable_pdl"]
+            if launch not in launches:
+                launches.add(launch)
+                kept.append(setting)
+        return kept
 
     def memory(self, case, device):
         geometry, ring = case.sizes, case.window + case.tokens
