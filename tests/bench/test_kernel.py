@@ -4,31 +4,15 @@
 import json
 
 import pytest
-import torch
 
-from trtllm_replayssm import SlotLayout
 from trtllm_replayssm.bench import kernel, peers
-from trtllm_replayssm.bench.kernel import Case, KernelBench, parse_geometry
-from trtllm_replayssm.bench.peers import FlashInferReplay, Peer, TritonPeer, VllmReplay, _Relaunched
+from trtllm_replayssm.bench.kernel import KernelBench
 from trtllm_replayssm.cli import main
 
-GEOMETRY = "4x16x2x64"
-SMALL = ("kernel", "--geometry", GEOMETRY, "--steps", 16, "--repeats", 2, "--no-plot")
-FIELDS = {
-    "bench", "geometry", "batch", "tokens", "mode", "checkpoint", "read_copy", "window", "flushes", "steps", "repeats",
-    "us", "us_min", "us_max", "layers", "accepted_per_row_and_step", "flushes_per_step", "expected_flushes_per_step",
-    "bytes_read_per_step", "bytes_written_per_step", "fraction_of_read_bandwidth", "fraction_of_copy_bandwidth",
-    "read_bandwidth", "copy_bandwidth", "gpu", "device", "date", "commit", "command",
-}  # fmt: skip
+from .conftest import FIELDS, GEOMETRY, SMALL, layout
+from .libraries import Reference
 
-
-@pytest.fixture(autouse=True)
-def known_bandwidths(monkeypatch):
-    monkeypatch.setattr(kernel, "bandwidths", lambda device: {"read_bandwidth": 10**9, "copy_bandwidth": 5 * 10**8})
-
-
-def layout(tokens=1, checkpoint="fp32", read_copy="none"):
-    return SlotLayout(parse_geometry(GEOMETRY), Case(GEOMETRY, 1, tokens, "replay", checkpoint, read_copy).config)
+pytestmark = pytest.mark.usefixtures("known_bandwidths")
 
 
 def test_records(bench):
@@ -131,7 +115,7 @@ def test_picture(bench, tmp_path):
         (("--batches", "0"), "batch is 0, expected at least 1"),
         (("--modes", "fast"), "unknown 'fast', expected some of replay conventional"),
         (("--modes", "conventional", "--tokens", "2"), "use conventional_verify"),
-        (("--modes", "peer:vllm", "--tokens", "2"), "mode peer:vllm takes 1 token, got 2"),
+        (("--modes", "peer:vllm", "--tokens", "5"), "mode peer:vllm takes 4 tokens, got 5"),
         (("--modes", "conventional", "--formats", "fp16_sr:none"), "mode conventional takes fp32, bf16, fp16"),
         (("--modes", "conventional", "--no-flush"), "--no-flush goes with mode replay"),
         (("--formats", "fp32"), "expected CHECKPOINT:READ_COPY"),
@@ -161,100 +145,6 @@ def test_other_files_are_not_touched(bench, tmp_path, content):
     file.write_text(content)
     assert str(file) in bench(*SMALL, "--output", file, code=2)[1]
     assert file.read_text() == content
-
-
-class Reference(Peer):
-    """The recurrence in torch, as if it came from elsewhere; `factor` 1 is right."""
-
-    settings = [{"factor": 1.0}, {"factor": 1.0, "again": True}]
-
-    def missing(self):
-        return None
-
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting):
-        delta = torch.nn.functional.softplus(dt.float() + dt_bias)
-        B, C = (t.float().repeat_interleave(2, 1)[:, :, None] for t in (B, C))
-        state.mul_(torch.exp(A * delta[..., None])).add_(delta[..., None] * x.float()[..., None] * B)
-        return ((state * C).sum(-1) + D * x.float()) * setting["factor"]
-
-
-def test_peers_go_through_the_same_harness(bench, monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "vllm", Reference("no-such-package", "torch"))
-    (record,) = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json")[0]
-    assert set(record) == FIELDS | {"setting", "peer_version"}
-    assert record["setting"]["factor"] == 1 and record["peer_version"] == "unknown"
-    state = layout().sections["checkpoint"].bytes
-    assert record["bytes_read_per_step"] == record["bytes_written_per_step"] == 2 * state
-
-
-def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch):
-    wrong = Reference("no-such-package", "torch")
-    wrong.settings = [{"factor": 1.1}]
-    monkeypatch.setitem(peers.PEERS, "vllm", wrong)
-    records, errors = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json", code=1)
-    assert records == [] and "its outputs are off the recurrence by 0.1" in errors
-
-
-class ReferenceReplay(Reference):
-    """The same, which writes the state that counts once a window."""
-
-    longest_window = 16
-
-    def memory(self, *arguments):
-        memory = super().memory(*arguments)
-        return memory | {"checkpoint": torch.zeros_like(memory["state"])}
-
-    cursors, flushing, advance = VllmReplay.cursors, VllmReplay.flushing, VllmReplay.advance
-
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, checkpoint, write_pos, is_flush):
-        y = super().call(state, x, dt, A, B, C, D, dt_bias, setting)
-        checkpoint.copy_(torch.where(is_flush[:, None, None, None], state, checkpoint))
-        return y
-
-
-def test_peers_that_replay_flush_as_often_as_ours(bench, monkeypatch):
-    """And are set against the bytes that ours moves."""
-    peer = ReferenceReplay("no-such-package", "torch")
-    monkeypatch.setitem(peers.PEERS, "vllm_replay", peer)
-    arguments = (*SMALL, "--batches", 3, "--modes", "replay", "peer:vllm_replay", "--json")
-    ours, theirs = bench(*arguments)[0]
-    for field in ("flushes_per_step", "bytes_read_per_step", "bytes_written_per_step"):
-        assert theirs[field] == pytest.approx(ours[field], abs=1), field
-    peer.advance = lambda cursors, window: VllmReplay.advance(peer, cursors, window // 2)
-    (record,), errors = bench(*arguments, code=1)
-    assert record["mode"] == "replay" and "flushes a step were counted, the renewal value is 0.1875" in errors
-    assert "takes windows up to 16, got 17" in bench(*arguments[:-1], "--windows", 17, code=2)[1]
-
-
-@pytest.mark.parametrize("kind, delay", [(VllmReplay, 3), (FlashInferReplay, 4)])
-def test_rows_of_replaying_peers_flush_once_a_window(kind, delay):
-    """At the token that fills the window, or the one after."""
-    peer = kind("no-such-package", "torch")
-    cursors, seen = peer.cursors(torch.arange(4, dtype=torch.int32), 4), []
-    for _ in range(12):
-        seen.append(peer.flushing(cursors, 4).tolist())
-        peer.advance(cursors, 4)
-    assert seen == [
-        [token >= delay - row and (token - delay + row) % 4 == 0 for row in range(4)] for token in range(12)
-    ]
-    if (
-        kind is FlashInferReplay
-    ):  # three flushes moved the ring of 5 rows by 4 each, but for the row not yet at its third
-        assert cursors["ring_start"].tolist() == [(4 * 2) % 5, *[(4 * 3) % 5] * 3]
-
-
-def test_launch_settings_replace_those_of_the_library():
-    class Kernel:
-        arg_names = ["state", "BLOCK_SIZE_M"]
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: (grid, arguments, options)
-
-    setting = {"BLOCK_SIZE_M": 16, "num_warps": 2}
-    assert setting in TritonPeer.settings and TritonPeer.settings[0] == {}
-    launch = _Relaunched(Kernel(), setting)["grid"]
-    assert launch("s", 4, num_warps=8) == ("grid", ("s", 16), {"num_warps": 2})
-    assert launch("s", BLOCK_SIZE_M=4, num_warps=8) == ("grid", ("s",), {"BLOCK_SIZE_M": 16, "num_warps": 2})
 
 
 def test_prefill(bench, tmp_path):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from trtllm_replayssm.bench.renewal import flushes_per_row_and_step, moments, steps_to_count
+from trtllm_replayssm.bench.renewal import flushes_per_row_and_step, moments, records_per_row_and_step, steps_to_count
 
 
 @pytest.mark.parametrize("window", [1, 8, 16, 32])
@@ -21,8 +21,9 @@ def test_steps_as_long_as_the_window_always_flush():
 @pytest.mark.parametrize("window, tokens", [(16, 4), (16, 8), (32, 4), (9, 2)])
 def test_moments_against_a_simulation(window, tokens):
     draw = random.Random(0)
-    gaps, gap, history = [], 0, 0
+    gaps, gap, history, found = [], 0, 0, 0
     while len(gaps) < 40_000:
+        found += history
         flush = history > 0 and history + tokens > window
         if flush:
             gaps.append(gap)
@@ -33,6 +34,7 @@ def test_moments_against_a_simulation(window, tokens):
     variance = sum((g - mean) ** 2 for g in gaps) / len(gaps)
     assert moments(window, tokens) == pytest.approx((mean, variance), rel=0.03)
     assert flushes_per_row_and_step(window, tokens) == pytest.approx(1 / mean, rel=0.01)
+    assert records_per_row_and_step(window, tokens) == pytest.approx(found / sum(gaps), rel=0.01)
 
 
 def test_steps_to_count():

@@ -52,8 +52,8 @@ def add_commands(commands) -> None:
         nargs="+",
         metavar="MODE",
         help="replay, conventional, conventional_verify, peer:mamba_ssm, peer:vllm, peer:flashinfer, peer:vllm_replay, "
-        "peer:flashinfer_replay; default: replay, and of the others those that take the tokens, formats and windows; a "
-        "peer only where it is installed",
+        "peer:reference_replay, peer:flashinfer_replay; default: replay, and of the others those that take the tokens, "
+        "formats and windows; a peer only where it is installed",
     )
     kernel.add_argument("--no-flush", action="store_true", help="steps of mode replay that never commit nor flush")
     kernel.add_argument(
@@ -278,7 +278,7 @@ def _kernel_cases(options) -> list:
     """The cases in the order of the options. Of modes that were not named, those that do not take a combination are
     left out, and peers that are missing are told of.
     """
-    from .kernel import CONVENTIONAL_CHECKPOINTS, MODES, Case, peer_of, takes_one_token
+    from .kernel import MODES, Case, checkpoints_of, longest_step, peer_of
     from .peers import PEERS
 
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
@@ -295,10 +295,12 @@ def _kernel_cases(options) -> list:
     ):
         checkpoint, copy = _formats(formats)
         for mode in options.modes or known:
-            plain = checkpoint in CONVENTIONAL_CHECKPOINTS and copy == "none" and not options.no_flush
-            longest = peer.longest_window if (peer := peer_of(mode)) else 0
+            plain = checkpoint in checkpoints_of(mode) and copy == "none" and not options.no_flush
+            peer, most = peer_of(mode), longest_step(mode)
             fits = mode == "replay" or (
-                plain and takes_one_token(mode) == (tokens == 1) and (not longest or window <= longest)
+                plain
+                and (tokens > 1 if most is None else tokens <= most)
+                and (peer is None or not peer.longest_window or window <= peer.longest_window)
             )
             if mode in missing or (not options.modes and not fits):
                 continue

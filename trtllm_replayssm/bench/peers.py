@@ -2,7 +2,8 @@
 """Steps of other libraries, conventional and ReplaySSM, where they are installed, behind one call.
 
 A peer's `update` takes a layer's inputs and updates its memory in place; its `settings` are the launch parameters that
-it is tuned over. A peer that is not installed says so; nothing stands in for it.
+it is tuned over. What a row's accepted tokens change from step to step, its cursors, is laid out beforehand: a peer is
+not charged for how torch would move them. A peer that is not installed says so; nothing stands in for it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import MambaGeometry
+from ..operators import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from .kernel import Case
 
 
 class Library:
@@ -49,68 +54,95 @@ class Library:
 
 
 class Peer(Library, ABC):
-    """A library's single-token step of a layer. The first of its settings is the library's own choice.
+    """A library's step of a layer. The first of its settings is the library's own choice.
 
     longest_window: 0, or of a library's ReplaySSM, which keeps records and writes the state once a window.
+    longest_step: how many tokens of a row a step may verify; a conventional kernel then stores a state after each, and
+    the next step starts from that of the last token accepted.
+    checkpoints: formats of the state that it takes.
     """
 
     longest_window = 0
+    longest_step = 1
+    checkpoints: tuple[str, ...] = ("fp32", "bf16", "fp16")
+
+    def tuned_over(self, case: Case) -> list[dict]:
+        """The settings that the case has."""
+        return self.settings
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of a layer as the library wants them, once."""
         return inputs
 
-    def memory(self, batch: int, geometry: MambaGeometry, window: int, dtype: torch.dtype, device) -> dict:
-        """What a layer keeps, zeros: "state" [batch,H,P,N], and records."""
-        shape = (batch, geometry.num_heads, geometry.head_dim, geometry.state_dim)
-        return {"state": torch.zeros(shape, dtype=dtype, device=device)}
+    def memory(self, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+        """What a layer keeps, zeros: "state" [states,H,P,N], and records."""
+        geometry, states = case.sizes, case.batch
+        if not self.longest_window and case.tokens > 1:
+            states *= case.tokens
+        shape = (states, geometry.num_heads, geometry.head_dim, geometry.state_dim)
+        return {"state": torch.zeros(shape, dtype=ACTIVATIONS[case.checkpoint.removesuffix("_sr")], device=device)}
 
-    def cursors(self, records: torch.Tensor, window: int) -> dict:
-        """What the layers share, of rows that hold so many records, int32 [batch]."""
+    def cursors(self, case: Case, records: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the layers share, of rows that hold so many records, int32 [batch]: tensors [batch]."""
         return {}
 
-    def flushing(self, cursors: dict, window: int) -> torch.Tensor:
-        """Which rows write their state at the next token, bool [batch]."""
+    def flushing(self, case: Case, cursors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Which rows write their state at the next step, bool [batch]."""
         raise NotImplementedError
 
-    def advance(self, cursors: dict, window: int) -> None:
-        """After a token of every layer: on the device, inside the graph."""
-
-    def update(
-        self,
-        memory: dict,
-        x: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor,
-        dt_bias: torch.Tensor,
-        setting: dict,
-    ) -> torch.Tensor:
-        """One token a row. memory: a layer's and the cursors, updated in place; A = -exp(A_log) fp32 [H]; the others as
-        for `ops.step` -> y [batch,H,P].
-        """
-        heads, head_dim, state_dim = memory["state"].shape[1:]
-        # These libraries take views of stride 0 along head_dim and state_dim, and know them for what they are.
-        return self.call(
-            **memory,
-            x=x,
-            dt=dt[..., None].expand(-1, -1, head_dim),
-            A=A[:, None, None].expand(heads, head_dim, state_dim),
-            B=B,
-            C=C,
-            D=D[:, None].expand(heads, head_dim),
-            dt_bias=dt_bias[:, None].expand(heads, head_dim),
-            setting=setting,
-        )
+    def advance(self, case: Case, cursors: dict[str, torch.Tensor], accepted: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The cursors after a step of which so many tokens were accepted, int32 [batch]."""
+        return cursors
 
     @abstractmethod
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting: dict, **records) -> torch.Tensor:
-        """The library's function."""
+    def update(self, case: Case, memory: dict, inputs: dict[str, torch.Tensor], setting: dict) -> torch.Tensor:
+        """A step of every row. memory: a layer's and the cursors, the layer's updated in place; inputs: prepared; x
+        [batch*tokens,H,P], A = -exp(A_log) fp32 [H], the others as for `ops.step` -> y like x.
+        """
 
 
-class TritonPeer(Peer):
+def _broadcast(inputs: dict[str, torch.Tensor], head_dim: int, state_dim: int) -> dict[str, torch.Tensor]:
+    """x, dt, A, B, C, D and dt_bias as these libraries take them: views of stride 0 along head_dim and state_dim, which
+    they know for what they are.
+    """
+    return {name: inputs[name] for name in ("x", "B", "C")} | {
+        "dt": inputs["dt"][..., None].expand(*inputs["dt"].shape, head_dim),
+        "A": inputs["A"][:, None, None].expand(-1, head_dim, state_dim),
+        "D": inputs["D"][:, None].expand(-1, head_dim),
+        "dt_bias": inputs["dt_bias"][:, None].expand(-1, head_dim),
+    }
+
+
+class ConventionalPeer(Peer):
+    """A library's `selective_state_update`, which reads and writes a state, or of verified tokens one each."""
+
+    def cursors(self, case, records):
+        return {"num_accepted_tokens": torch.ones_like(records)} if case.tokens > 1 else {}
+
+    def advance(self, case, cursors, accepted):
+        return {"num_accepted_tokens": accepted.clone()} if case.tokens > 1 else {}
+
+    def memory(self, case, device):
+        memory = super().memory(case, device)
+        if case.tokens > 1:
+            rows = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+            states = torch.arange(case.batch * case.tokens, dtype=torch.int32, device=device)
+            memory["cu_seqlens"] = rows * case.tokens
+            memory["state_batch_indices"] = states.view(case.batch, case.tokens)
+        return memory
+
+    def update(self, case, memory, inputs, setting):
+        state = memory["state"]
+        given = _broadcast(inputs, *state.shape[2:]) | {"dt_softplus": True}
+        others = {name: value for name, value in memory.items() if name != "state"}
+        return self.call(case, state, given, others, setting)
+
+    @abstractmethod
+    def call(self, case: Case, state: torch.Tensor, given: dict, others: dict, setting: dict) -> torch.Tensor:
+        """The library's function. others: what verification needs besides."""
+
+
+class TritonPeer(ConventionalPeer):
     """A Triton kernel `_selective_scan_update_kernel` that its module launches with settings of its own. They are
     replaced at the launch: the module's kernel gives way to one that changes them.
     """
@@ -123,140 +155,288 @@ class TritonPeer(Peer):
         ),
     ]
 
-    def __init__(self, package: str, module: str, gives_out: bool):
+    def __init__(self, package: str, module: str, gives_out: bool, longest_step: int):
         super().__init__(package, module)
         self._gives_out = gives_out  # whether the function makes its output, or takes it
+        self.longest_step = longest_step
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting):
+    def call(self, case, state, given, others, setting):
         module = self.module()
-        out = None if self._gives_out else torch.empty_like(x)
-        more = {} if self._gives_out else {"out": out}
+        if self._gives_out:
+            with _launched(module, setting):
+                return module.selective_state_update(state, **given)
+        out = torch.empty_like(given["x"])
+        if others:  # states are numbered from 0: none of them is the one that stands for nothing
+            others = others | {"null_block_id": -1}
         with _launched(module, setting):
-            given = module.selective_state_update(state, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=True, **more)
-        return given if self._gives_out else out
+            module.selective_state_update(state, **given, **others, out=out)
+        return out
 
 
-class FlashInfer(Peer):
-    """FlashInfer's CUDA kernels; the settings are its algorithms. It reads D and dt_bias in the dtype of dt."""
+class FlashInfer(ConventionalPeer):
+    """FlashInfer's CUDA kernels; the settings are its algorithms, of which verification has the first two on Hopper. It
+    reads D and dt_bias in the dtype of dt.
+    """
 
+    longest_step = 16
+    checkpoints = ("fp32", "bf16", "fp16", "fp16_sr")
     settings = [{"algorithm": name} for name in ("auto", "simple", "vertical", "horizontal")]
+
+    def tuned_over(self, case):
+        return self.settings if case.tokens == 1 else self.settings[:2]
 
     def prepare(self, inputs):
         return inputs | {name: inputs[name].to(inputs["dt"].dtype) for name in ("D", "dt_bias")}
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting):
+    def memory(self, case, device):
+        return super().memory(case, device) | _seed(case, device)
+
+    def call(self, case, state, given, others, setting):
+        if case.tokens > 1:
+            others = others | {
+                "dst_state_batch_indices": others["state_batch_indices"],
+                "cache_steps": case.tokens,
+            }
         return self.module().selective_state_update(
-            state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, out=torch.empty_like(x), **setting
+            state, **given, **others, out=torch.empty_like(given["x"]), **setting
         )
+
+
+def _seed(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """FlashInfer's seed of stochastic rounding; without one it rounds to nearest."""
+    return {"rand_seed": torch.ones(1, dtype=torch.int64, device=device)} if case.checkpoint == "fp16_sr" else {}
 
 
 class VllmReplay(Peer):
     """vLLM's Triton kernels of ReplaySSM. A row is told its position in the window and when to flush; the step that
-    flushes folds its own token too.
+    flushes folds its own token too. It rounds stochastically on Blackwell only.
     """
 
     longest_window = 64
     settings = [
         {},
-        *({"config": [rows, warps, 64, 128, 2]} for rows, warps in itertools.product((16, 32, 64), (1, 2, 4))),
+        *(
+            {"config": [rows, warps, tile, flush_tile, 2]}
+            for rows, warps, tile, flush_tile in itertools.product((8, 16, 32, 64), (1, 2, 4), (32, 64, 128), (64, 128))
+            if rows * max(tile, flush_tile) <= 64 * 32 * warps  # FP32 values of a tile in registers; more would spill
+        ),
     ]
 
-    def memory(self, batch, geometry, window, dtype, device):
-        heads, groups = geometry.num_heads, geometry.num_groups
+    def memory(self, case, device):
+        geometry, window = case.sizes, case.window
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((batch, *shape), dtype=dtype, device=device)
+            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
 
-        return super().memory(batch, geometry, window, dtype, device) | {
-            "x_cache": zeros(heads, window, geometry.head_dim, dtype=torch.bfloat16),
-            "dt_cache": zeros(heads, window, dtype=torch.float32),
-            "B_cache": zeros(groups, window, geometry.state_dim, dtype=torch.bfloat16),
-            "bc_pre": zeros(groups, window, dtype=torch.float32),
+        return super().memory(case, device) | {
+            "x_cache": zeros(geometry.num_heads, window, geometry.head_dim, dtype=torch.bfloat16),
+            "dt_cache": zeros(geometry.num_heads, window, dtype=torch.float32),
+            "B_cache": zeros(geometry.num_groups, window, geometry.state_dim, dtype=torch.bfloat16),
+            "bc_pre": zeros(geometry.num_groups, window, dtype=torch.float32),
         }
 
-    def cursors(self, records, window):
-        return {"write_pos": records.clone(), "is_flush": records == window - 1}
+    def cursors(self, case, records):
+        return {"write_pos": records.clone(), "is_flush": records == case.window - 1}
 
-    def flushing(self, cursors, window):
+    def flushing(self, case, cursors):
         return cursors["is_flush"]
 
-    def advance(self, cursors, window):
-        cursors["write_pos"].add_(1).remainder_(window)
-        torch.eq(cursors["write_pos"], window - 1, out=cursors["is_flush"])
+    def advance(self, case, cursors, accepted):
+        return self.cursors(case, (cursors["write_pos"] + accepted) % case.window)
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, **records):
+    def update(self, case, memory, inputs, setting):
         # The dict that the library keeps for sweeps of its launch parameters.
         config = importlib.import_module(self._module.rpartition(".")[0] + ".replayssm_config")
         config._overrides.clear()
         if setting:
             config._overrides["mamba2_output_only"] = tuple(setting["config"])
+        given = _broadcast(inputs, *memory["state"].shape[2:])
         return self.module().selective_state_update_replayssm_output_only(
-            state,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            dt_bias,
+            **memory, **given, dt_softplus=True, max_cache_len=case.window, out=torch.empty_like(given["x"])
+        )
+
+
+class ReferenceReplay(Peer):
+    """The Triton kernels of ReplaySSM's authors, a fork of vLLM, in the form that verifies; of one token, too. Records
+    are rows of one ring of x and B, whose length is a power of two.
+    """
+
+    longest_window = 64
+    longest_step = 16
+    settings = [
+        {},
+        *(
+            {"verify": [rows, warps, tile, 2], "flush": list(flush)}
+            for rows, warps, tile, flush in itertools.product(
+                (16, 32, 64), (1, 2, 4), (64, 128), ((32, 2, 64, 2), (16, 1, 128, 2), (32, 4, 128, 2), (64, 4, 64, 2))
+            )
+            if rows * tile <= 64 * 32 * warps
+        ),
+    ]
+
+    def prepare(self, inputs):
+        packed = torch.cat([inputs[name].flatten(1) for name in ("x", "B", "C")], 1)
+        return inputs | {"conv_out": packed}
+
+    def memory(self, case, device):
+        geometry = case.sizes
+        ring = 1 << (case.window + case.tokens - 1).bit_length()
+        channels = geometry.num_heads * geometry.head_dim + geometry.num_groups * geometry.state_dim
+        rows = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+        step = 1 << (case.tokens - 1).bit_length()
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
+
+        memory = super().memory(case, device)
+        return {
+            "state_checkpoint": memory["state"],
+            "post_conv_cache": zeros(ring, channels, dtype=torch.bfloat16),
+            "dt_cache": zeros(geometry.num_heads, ring, dtype=torch.float32),
+            "bc_pre": zeros(geometry.num_groups, ring, step, dtype=torch.bfloat16),
+            "query_start_loc": rows * case.tokens,
+            "state_batch_indices": rows[:-1].clone(),
+        }
+
+    def cursors(self, case, records):
+        return {
+            "write_pos": records.clone(),
+            "post_conv_state_pos": torch.zeros_like(records),
+            "is_flush": (records + case.tokens > case.window).to(torch.int8),
+        }
+
+    def flushing(self, case, cursors):
+        return cursors["is_flush"] != 0
+
+    def advance(self, case, cursors, accepted):
+        held, full = cursors["write_pos"], self.flushing(case, cursors)
+        ring = 1 << (case.window + case.tokens - 1).bit_length()
+        after = self.cursors(case, torch.where(full, accepted, held + accepted))
+        after["post_conv_state_pos"] = (cursors["post_conv_state_pos"] + held * full) % ring
+        return after
+
+    def update(self, case, memory, inputs, setting):
+        config = importlib.import_module(self._module.rpartition(".")[0] + ".replayssm_config")
+        config._overrides.clear()
+        config._overrides.update({f"mamba2_spec_{kernel}": tuple(values) for kernel, values in setting.items()})
+        geometry = case.sizes
+        return self.module().selective_state_update_replayssm_spec(
+            **memory,
+            conv_out=inputs["conv_out"],
+            dt_spec=inputs["dt"],
+            A=inputs["A"][:, None, None].expand(-1, geometry.head_dim, geometry.state_dim),
+            D=inputs["D"][:, None].expand(-1, geometry.head_dim),
+            dt_bias=inputs["dt_bias"],
             dt_softplus=True,
-            max_cache_len=records["x_cache"].shape[2],
-            out=torch.empty_like(x),
-            **records,
+            max_cache_len=case.window + case.tokens,
+            max_spec_len=case.tokens,
+            d_inner=geometry.num_heads * geometry.head_dim,
+            ngroups=geometry.num_groups,
+            dstate=geometry.state_dim,
+            null_block_id=-1,
         )
 
 
 class FlashInferReplay(Peer):
-    """FlashInfer's CUDA kernels of ReplaySSM: a ring of a row more than the window; a row flushes by itself, before its
-    token, when the window is full.
+    """FlashInfer's CUDA kernels of ReplaySSM: a ring of a step more than the window; a row flushes by itself, before
+    its tokens, when the window has no room for them. A tactic is of one kernel, (0, 0, 0, d_split), or of two:
+    (pipeline stages, CTAs a processor, heads a CTA of the first, d_split); null is what the library takes by itself.
     """
 
     longest_window = 16
-    settings = [{"algorithm": name} for name in ("auto", "monolith", "two-kernel")]
+    longest_step = 16
+    checkpoints = ("fp32", "bf16", "fp16", "fp16_sr")
+    settings = [
+        {"tactic": tactic, "enable_pdl": pdl}
+        for tactic, pdl in itertools.product(
+            (None, (0, 0, 0, 1), (0, 0, 0, 2), *itertools.product((1, 2), (4, 8, 12, 16, 32), (4, 8, 16), (1, 2))),
+            (False, True),
+        )
+    ]
 
-    def memory(self, batch, geometry, window, dtype, device):
-        heads, rows = geometry.num_heads, window + 1
+    def tuned_over(self, case):
+        """Without tactics that only allow more CTAs than there is work for."""
+        kept, launches = [], set()
+        processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 1
+        for setting in self.settings:
+            stages, ctas, heads, split = setting["tactic"] or (None,) * 4
+            most = ctas and min(ctas * processors, case.batch * case.sizes.num_heads * split)
+            launch = stages, most, heads, split, setting["enable_pdl"]
+            if launch not in launches:
+                launches.add(launch)
+                kept.append(setting)
+        return kept
+
+    def memory(self, case, device):
+        geometry, ring = case.sizes, case.window + case.tokens
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((batch, *shape), dtype=dtype, device=device)
+            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
 
-        scratch = self.module().allocate_checkpointing_ssu_scratch(batch, heads, 1, window, torch.bfloat16, device)
-        return super().memory(batch, geometry, window, dtype, device) | {
-            "x_cache": zeros(heads, rows, geometry.head_dim, dtype=torch.bfloat16),
-            "B_cache": zeros(geometry.num_groups, rows, geometry.state_dim, dtype=torch.bfloat16),
-            "dt_cache": zeros(heads, rows, dtype=torch.float32),
-            **dict(zip(("cb_scaled", "cumAdt_vec", "cb_old"), scratch, strict=True)),
-        }
+        scratch = self.module().allocate_checkpointing_ssu_scratch(
+            case.batch, geometry.num_heads, case.tokens, case.window, torch.bfloat16, device
+        )
+        return (
+            super().memory(case, device)
+            | {
+                "x_cache": zeros(geometry.num_heads, ring, geometry.head_dim, dtype=torch.bfloat16),
+                "B_cache": zeros(geometry.num_groups, ring, geometry.state_dim, dtype=torch.bfloat16),
+                "dt_cache": zeros(geometry.num_heads, ring, dtype=torch.float32),
+            }
+            | dict(zip(("cb_scaled", "cumAdt_vec", "cb_old"), scratch, strict=True))
+            | _seed(case, device)
+        )
 
-    def cursors(self, records, window):
+    def cursors(self, case, records):
         return {"ring_start": torch.zeros_like(records), "prev_num_accepted_tokens": records.clone()}
 
-    def flushing(self, cursors, window):
-        return cursors["prev_num_accepted_tokens"] >= window
+    def flushing(self, case, cursors):
+        return cursors["prev_num_accepted_tokens"] + case.tokens > case.window
 
-    def advance(self, cursors, window):
-        held, full = cursors["prev_num_accepted_tokens"], self.flushing(cursors, window)
-        cursors["ring_start"].add_(held * full).remainder_(window + 1)
-        held.copy_(torch.where(full, 1, held + 1))
+    def advance(self, case, cursors, accepted):
+        held, full = cursors["prev_num_accepted_tokens"], self.flushing(case, cursors)
+        return {
+            "ring_start": (cursors["ring_start"] + held * full) % (case.window + case.tokens),
+            "prev_num_accepted_tokens": torch.where(full, accepted, held + accepted),
+        }
 
-    def call(self, state, x, dt, A, B, C, D, dt_bias, setting, **records):
-        x, dt, B, C = (tensor[:, None] for tensor in (x, dt, B, C))  # a token a row
-        out = torch.empty_like(x)
-        self.module().checkpointing_ssu(
-            state,
-            x=x,
-            dt=dt,
-            A=A,
-            B=B,
-            C=C,
-            out=out,
-            D=D,
-            dt_bias=dt_bias,
-            dt_softplus=True,
-            **records,
-            **setting,
-        )
-        return out[:, 0]
+    def update(self, case, memory, inputs, setting):
+        given = _broadcast(inputs, *memory["state"].shape[2:])
+        by_row = {
+            name: given[name].unflatten(0, (case.batch, case.tokens)) for name in ("x", "dt", "B", "C")
+        }  # a view of stride 0 stays one
+        out = torch.empty_like(by_row["x"])
+        with _tactic(setting["tactic"]):
+            self.module().checkpointing_ssu(
+                **memory, **(given | by_row), out=out, dt_softplus=True, enable_pdl=setting["enable_pdl"]
+            )
+        return out.flatten(0, 1)
+
+
+@contextmanager
+def _tactic(tactic: tuple | None):
+    """While it lasts, FlashInfer's ReplaySSM is launched by this tactic, as if its tuner had chosen it."""
+    module = importlib.import_module("flashinfer.mamba.checkpointing_ssu")
+    tuner = module.AutoTuner
+    if tactic is not None:
+        module.AutoTuner = _Chosen(tactic)
+    try:
+        yield
+    finally:
+        module.AutoTuner = tuner
+
+
+class _Chosen:
+    """A tuner that has chosen."""
+
+    def __init__(self, tactic: tuple):
+        self._tactic = tactic
+
+    def get(self) -> _Chosen:
+        return self
+
+    def choose_one(self, name: str, runners: list, config, inputs: list) -> tuple:
+        return runners[0], self._tactic
 
 
 @contextmanager
@@ -291,12 +471,12 @@ class _Relaunched:
         return launch
 
 
+_VLLM = "vllm.model_executor.layers.mamba.ops."
 PEERS: dict[str, Peer] = {
-    "mamba_ssm": TritonPeer("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", gives_out=True),
-    "vllm": TritonPeer("vllm", "vllm.model_executor.layers.mamba.ops.mamba_ssm", gives_out=False),
+    "mamba_ssm": TritonPeer("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", gives_out=True, longest_step=1),
+    "vllm": TritonPeer("vllm", _VLLM + "mamba_ssm", gives_out=False, longest_step=16),
     "flashinfer": FlashInfer("flashinfer-python", "flashinfer.mamba"),
-    "vllm_replay": VllmReplay(
-        "vllm", "vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only"
-    ),
+    "vllm_replay": VllmReplay("vllm", _VLLM + "selective_state_update_replayssm_output_only"),
+    "reference_replay": ReferenceReplay("vllm", _VLLM + "selective_state_update_replayssm_spec"),
     "flashinfer_replay": FlashInferReplay("flashinfer-python", "flashinfer.mamba"),
 }

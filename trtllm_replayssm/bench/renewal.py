@@ -28,6 +28,15 @@ def flushes_per_row_and_step(window: int, tokens: int) -> float:
     return 1 / moments(window, tokens)[0]
 
 
+def records_per_row_and_step(window: int, tokens: int) -> float:
+    """Mean number of records that a step finds, those that it folds included."""
+    reached = [1.0] + [0.0] * window
+    for history in range(window - tokens + 1):
+        for accepted in range(1, tokens + 1):
+            reached[history + accepted] += reached[history] / tokens
+    return sum(history * chance for history, chance in enumerate(reached)) / moments(window, tokens)[0]
+
+
 def steps_to_count(window: int, tokens: int, batch: int) -> int:
     """Steps whose count of flushes is by chance off by the tolerance in one run of 700 (three standard deviations)."""
     mean, variance = moments(window, tokens)
