@@ -36,14 +36,15 @@ struct ScanParams {
   replayssm_error* error;
   const replayssm_plan_row* planned;
   replayssm_scan_args args;
+  int32_t num_slots;
   bool flushed;  // step: the rows flagged FLUSH were folded by the flush op
   bool x_aligned, b_aligned, c_aligned;
 };
 
 inline ScanParams make_scan_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
                                    const void* plan, const replayssm_scan_args& args, bool flushed) {
-  return {problem,           layer, table.error, plan_rows(plan), args, flushed, is_aligned(args.x), is_aligned(args.B),
-          is_aligned(args.C)};
+  return {problem,         layer,   table.error,        plan_rows(plan),    args,
+          table.num_slots, flushed, is_aligned(args.x), is_aligned(args.B), is_aligned(args.C)};
 }
 
 // The head_dim to pick a tuned kernel by, 0: the generic kernel. It does the same arithmetic in the same order, so that
