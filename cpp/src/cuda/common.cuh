@@ -127,11 +127,17 @@ __device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_s
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(slot) : "l"(&row.slot) : "memory");  // leaves no line in L1
   return slot < num_slots ? slot : -1;
 }
-// Both multiples of 16; nothing, if there are no bytes.
+// data and bytes are multiples of 16.
 __device__ inline void fetch_to_l2(const void* data, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (bytes > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes) : "memory");
 #endif
+}
+// The line of an element; of no tensor, nothing.
+__device__ inline void fetch_to_l2(const replayssm_tensor& vector, int index) {
+  if (!vector.data) return;
+  const int size = vector.dtype == REPLAYSSM_FP32 ? 4 : 2;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(vector.data) + index * size) : "memory");
 }
 
 // Brings a kernel's code into the current context (modules load lazily otherwise).

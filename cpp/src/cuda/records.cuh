@@ -56,6 +56,15 @@ inline int tuned_head_dim(const ScanParams& params) {
   return tuned && params.x_aligned && params.b_aligned && params.c_aligned ? g.head_dim : 0;
 }
 
+// Before the kernel before has ended, for one thread: has the L2 fetch `bytes` of what a section holds of head `index`
+// of all rows' heads, from `offset` on.
+__device__ inline void fetch_head(const ScanParams& params, const replayssm_buffer& section, int64_t head_bytes,
+                                  int index, int offset, int bytes) {
+  const int H = params.problem.geometry.num_heads, row = index / H;
+  const int32_t slot = peek_slot(params.planned[row], params.num_slots);
+  if (slot >= 0) fetch_to_l2(section_of(section, slot) + (index - row * H) * head_bytes + offset, bytes);
+}
+
 // delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20. NaN stays NaN.
 __device__ inline float discretised_step(float dt, float bias, float dt_min, float dt_max) {
   const float v = dt + bias;

@@ -259,9 +259,9 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const bool reporter = head == 0 && part == 0 && threadIdx.x == 0;
 
   if (!kVerify && fetches && threadIdx.x == 0) {
-    const int32_t slot = peek_slot(params.planned[row_index], params.num_slots);
     const int bytes = static_cast<int>(problem.checkpoint_head_bytes) / kParts;
-    if (slot >= 0) fetch_to_l2(HeadSlot(problem, params.layer, slot, head).checkpoint + part * bytes, bytes);
+    fetch_head(params, params.layer.checkpoint, problem.checkpoint_head_bytes, blockIdx.x / kParts, part * bytes,
+               bytes);
   }
   await_previous();
   const replayssm_plan_row row = params.planned[row_index];
