@@ -11,6 +11,7 @@ import torch
 from mixer import SUPER, SUPER_TP8, Stack, Weights, array, random_tokens, recur, same_bits, zero_state
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
+from trtllm_replayssm.plan import Plan
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here; on a GPU machine run scripts/gpu/test.sh", allow_module_level=True)
@@ -193,6 +194,64 @@ def test_errors_stay_until_they_are_read():
     pool.validate()
     assert pool.cursors().tokens.tolist() == [0, 0, 1, 0]
     assert pool.cursors().flags.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("word", [-1, 1 << 30, (1 << 31) - 1, -(1 << 31)])
+@pytest.mark.parametrize(
+    "op, checkpoint, read_copy",
+    [
+        (ops.step, "fp32", "none"),
+        (ops.step, "fp16_sr", "none"),
+        (ops.step, "fp16_sr", "nvfp4"),
+        (ops.conventional_step, "fp32", "none"),
+    ],
+)
+def test_nothing_depends_on_what_the_memory_of_a_plan_held(op, checkpoint, read_copy, word):
+    """A kernel that begins while the plan is made, as in a graph, looks at it for where to fetch from: slots, counts
+    and rows to flush may be any numbers then.
+    """
+    config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
+    geometry, rows, steps = MambaGeometry(64, 64, 4, 128), 24, 20
+    weights, slots = Weights.random(geometry, CUDA), torch.arange(rows, dtype=torch.int32, device=CUDA)
+    tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA).span(0, rows)
+    results = []
+    for spoiled in (False, True):
+        pool = StatePool(geometry, config, rows, 3, CUDA)
+        pool.reset(slots)
+        plan = Plan(pool, rows)
+
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            if spoiled:
+                plan.buffer.view(torch.int32).fill_(word)
+            pool.plan(slots, 1, out=plan)
+            outputs = [op(pool, layer, plan, *tokens, *weights) for layer in range(3)]
+            pool.commit(plan)
+        for _ in range(steps):
+            graph.replay()
+        pool.validate()
+        results.append((torch.stack(outputs), pool.data))
+    assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("head_dim, checkpoint", [(64, "fp32"), (64, "fp16"), (80, "fp32")])
+def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint):
+    """Few heads are shared out among more CTAs."""
+    geometry = MambaGeometry(16, head_dim, 2, 128)
+    rows, config = 40, ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint)
+    weights, tokens = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows, CUDA)
+    for verify in (False, True):
+        outputs, states = [], []
+        for first, last in ((0, rows), (17, 18)):
+            pool = StatePool(geometry, config, last - first, 1, CUDA)
+            pool.reset(range(last - first))
+            more = {"snapshots": pool.allocate_snapshots()[0]} if verify else {}
+            op = ops.conventional_verify if verify else ops.conventional_step
+            for _ in range(2):
+                plan = pool.plan(range(last - first))
+                out = op(pool, 0, plan, *tokens.span(first, last), *weights, **more)
+                pool.commit(plan, check=True)
+            outputs.append(out[17 - first]), states.append(pool.data[0, 17 - first])
+        assert same_bits(*outputs) and same_bits(*states)
 
 
 def test_cuda_agrees_with_the_cpu():

@@ -426,10 +426,19 @@ def test_prefill_reports_states_that_are_not_finite(device, checkpoint, read_cop
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_conventional_states_that_are_not_finite_are_reported(device, verify):
-    pool = StatePool(GEOMETRY, ReplayConfig(8, 4, activation="fp32"), 2, 1, device)
+@pytest.mark.parametrize(
+    "geometry, activation",
+    [
+        (GEOMETRY, "fp32"),
+        (MambaGeometry(num_heads=2, head_dim=64, num_groups=1, state_dim=128), "bf16"),
+        (MambaGeometry(num_heads=160, head_dim=64, num_groups=1, state_dim=128), "bf16"),
+        (MambaGeometry(num_heads=2, head_dim=80, num_groups=1, state_dim=128), "fp16"),
+    ],
+)
+def test_conventional_states_that_are_not_finite_are_reported(device, verify, geometry, activation):
+    pool = StatePool(geometry, ReplayConfig(8, 4, activation=activation), 2, 1, device)
     pool.reset([0, 1])
-    tokens, weights = random_tokens(GEOMETRY, torch.float32, 4, device), Weights.random(GEOMETRY, device)
+    tokens, weights = random_tokens(geometry, pool.activation, 4, device), Weights.random(geometry, device)
     plan = pool.plan([0, 1], 2)
     more = {"snapshots": pool.allocate_snapshots()[0]} if verify else {}
     op = ops.conventional_verify if verify else ops.conventional_step

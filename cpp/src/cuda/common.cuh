@@ -116,6 +116,30 @@ __device__ inline void begin_early() {
   await_previous();
 }
 
+// What a kernel launched early may do before await_previous(): have the L2 fetch what it will read. All writes go
+// through the L2, so that a line there is as good as memory, whatever the kernel before still writes. Only the
+// addresses must exist. They come from a plan that may be another step's, half written or never written: what is read
+// of it here is good for nothing but such addresses, and checked against what the host knows.
+
+// The slot of a row, or -1.
+__device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_slots) {
+  int32_t slot;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(slot) : "l"(&row.slot) : "memory");  // leaves no line in L1
+  return slot < num_slots ? slot : -1;
+}
+// data and bytes are multiples of 16.
+__device__ inline void fetch_to_l2(const void* data, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes) : "memory");
+#endif
+}
+// The line of an element; of no tensor, nothing.
+__device__ inline void fetch_to_l2(const replayssm_tensor& vector, int index) {
+  if (!vector.data) return;
+  const int size = vector.dtype == REPLAYSSM_FP32 ? 4 : 2;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(vector.data) + index * size) : "memory");
+}
+
 // Brings a kernel's code into the current context (modules load lazily otherwise).
 template <typename Kernel>
 cudaError_t load_kernel(Kernel* kernel) {
@@ -411,12 +435,13 @@ __device__ inline void report(replayssm_error* error, int32_t code, int32_t row,
   }
 }
 
-// For the (row, head) that a CTA of `blocks_per_row` CTAs a row owns. The index of the CTA is read anew: kernels short
-// of registers would keep it in one for this.
-__device__ inline void report_not_finite(replayssm_error* error, int blocks_per_row, int32_t layer) {
+// For the (row, head) that `parts` CTAs own. The index of the CTA is read anew: kernels short of registers would keep
+// it in one for this.
+__device__ inline void report_not_finite(replayssm_error* error, int heads, int32_t layer, int parts = 1) {
   int block;
   asm("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, block / blocks_per_row, block % blocks_per_row, layer);
+  const int head = block / parts;
+  report(error, REPLAYSSM_ROW_STATE_NOT_FINITE, head / heads, head % heads, layer);
 }
 
 // Whether a layer op may work on a plan row. Every CTA of the row decides alike; the one with `reporter` says why not.

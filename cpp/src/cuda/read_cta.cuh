@@ -130,6 +130,7 @@ struct ReadParams {
     int64_t state, ring, new_x, out;  // bytes, elements
   } advance;                          // from a head to the warp's next
   ReadShared stepping, folding;
+  int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };

@@ -36,14 +36,15 @@ struct ScanParams {
   replayssm_error* error;
   const replayssm_plan_row* planned;
   replayssm_scan_args args;
+  int32_t num_slots;
   bool flushed;  // step: the rows flagged FLUSH were folded by the flush op
   bool x_aligned, b_aligned, c_aligned;
 };
 
 inline ScanParams make_scan_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
                                    const void* plan, const replayssm_scan_args& args, bool flushed) {
-  return {problem,           layer, table.error, plan_rows(plan), args, flushed, is_aligned(args.x), is_aligned(args.B),
-          is_aligned(args.C)};
+  return {problem,         layer,   table.error,        plan_rows(plan),    args,
+          table.num_slots, flushed, is_aligned(args.x), is_aligned(args.B), is_aligned(args.C)};
 }
 
 // The head_dim to pick a tuned kernel by, 0: the generic kernel. It does the same arithmetic in the same order, so that
@@ -53,6 +54,15 @@ inline int tuned_head_dim(const ScanParams& params) {
   const bool tuned = (g.head_dim == 64 || g.head_dim == 80) && g.state_dim == kMaxStateDim &&
                      params.problem.config.activation != REPLAYSSM_FP32;
   return tuned && params.x_aligned && params.b_aligned && params.c_aligned ? g.head_dim : 0;
+}
+
+// Before the kernel before has ended, for one thread: has the L2 fetch `bytes` of what a section holds of head `index`
+// of all rows' heads, from `offset` on.
+__device__ inline void fetch_head(const ScanParams& params, const replayssm_buffer& section, int64_t head_bytes,
+                                  int index, int offset, int bytes) {
+  const int H = params.problem.geometry.num_heads, row = index / H;
+  const int32_t slot = peek_slot(params.planned[row], params.num_slots);
+  if (slot >= 0) fetch_to_l2(section_of(section, slot) + (index - row * H) * head_bytes + offset, bytes);
 }
 
 // delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20. NaN stays NaN.

@@ -237,12 +237,15 @@ struct TokenBits {
   }
 };
 
-// kActivation: the dtype, or -1 where only the config knows it. kVerify: conventional_verify, else conventional_step.
-template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
+// A head's rows are shared out among kParts CTAs. kActivation: the dtype, or -1 where only the config knows it.
+// kVerify: conventional_verify, else conventional_step, of which `fetches` says whether the L2 fetches what a CTA will
+// read before the kernel before has ended.
+template <bool kVerify, int kHeadDim, typename Stored, int kActivation, int kParts>
 __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
-    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots) {
+    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool fetches) {
+  let_next_begin();
   using Shape = Tile<kHeadDim>;
-  constexpr int kRows = Shape::kRows;
+  constexpr int kRows = Shape::kRows / kParts, kBlockRows = Shape::kBlockRows / kParts;
   constexpr int kVec = Packed<Stored>::kVec;
   constexpr int kChunks = kMaxStateDim / (kLanes * kVec);
   const Problem& problem = params.problem;
@@ -251,10 +254,16 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int N = Shape::kTuned ? kMaxStateDim : problem.geometry.state_dim;
   const int dtype = kActivation >= 0 ? kActivation : problem.config.activation;
   const int H = problem.geometry.num_heads;
-  const int row_index = blockIdx.x / H, head = blockIdx.x % H;
+  const int row_index = blockIdx.x / kParts / H, head = blockIdx.x / kParts % H, part = blockIdx.x % kParts;
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const bool reporter = head == 0 && threadIdx.x == 0;
+  const bool reporter = head == 0 && part == 0 && threadIdx.x == 0;
 
+  if (!kVerify && fetches && threadIdx.x == 0) {
+    const int bytes = static_cast<int>(problem.checkpoint_head_bytes) / kParts;
+    fetch_head(params, params.layer.checkpoint, problem.checkpoint_head_bytes, blockIdx.x / kParts, part * bytes,
+               bytes);
+  }
+  await_previous();
   const replayssm_plan_row row = params.planned[row_index];
   if (row.slot >= 0 && has_records(row)) {
     if (reporter) report(params.error, REPLAYSSM_ROW_HAS_RECORDS, row_index, row.history, 0);
@@ -273,7 +282,7 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const Stored* const source =
       kVerify && (row.flags & REPLAYSSM_ROW_SNAPSHOT) ? snapshot + (row.history - 1) * state_size : checkpoint;
 
-  for (int p = group * kRows; p < P; p += Shape::kBlockRows) {
+  for (int p = part * kBlockRows + group * kRows; p < P; p += kParts * kBlockRows) {
     bool finite = true;
     const int own = p * N + lane * kVec;
     uint4 raw[kRows][kChunks];
@@ -354,26 +363,42 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
         }
       target += state_size;
     }
-    if (!finite) report_not_finite(params.error, H, params.layer.layer);
+    if (!finite) report_not_finite(params.error, H, params.layer.layer, kParts);
   }
 }
 
-using ConventionalKernel = void(ScanParams, replayssm_buffer);
+using ConventionalKernel = void(ScanParams, replayssm_buffer, bool);
+
+// Parts of a head: as many as leave a thread 8 loads of 16 bytes of the state (80 rows: 20) or, at most, a row.
+template <int kHeadDim, typename Stored>
+constexpr int kUsualParts = kHeadDim == 64 && sizeof(Stored) == 4 ? 2 : 1;
+template <int kHeadDim>
+constexpr int kMostParts = Tile<kHeadDim>::kTuned ? Tile<kHeadDim>::kRows : 1;
+
+template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
+ConventionalKernel* choose_parts(bool most) {
+  return most ? conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kMostParts<kHeadDim>>
+              : conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kUsualParts<kHeadDim, Stored>>;
+}
 
 template <bool kVerify, typename Stored>
-ConventionalKernel* choose_conventional(int tuned_head_dim, int activation) {
+ConventionalKernel* choose_conventional(int tuned_head_dim, int activation, bool most_parts) {
   const bool bf16 = activation == REPLAYSSM_BF16;
   switch (tuned_head_dim) {
     case 64:
-      return bf16 ? conventional_kernel<kVerify, 64, Stored, REPLAYSSM_BF16>
-                  : conventional_kernel<kVerify, 64, Stored, REPLAYSSM_FP16>;
+      return bf16 ? choose_parts<kVerify, 64, Stored, REPLAYSSM_BF16>(most_parts)
+                  : choose_parts<kVerify, 64, Stored, REPLAYSSM_FP16>(most_parts);
     case 80:
-      return bf16 ? conventional_kernel<kVerify, 80, Stored, REPLAYSSM_BF16>
-                  : conventional_kernel<kVerify, 80, Stored, REPLAYSSM_FP16>;
+      return bf16 ? choose_parts<kVerify, 80, Stored, REPLAYSSM_BF16>(most_parts)
+                  : choose_parts<kVerify, 80, Stored, REPLAYSSM_FP16>(most_parts);
     default:
-      return conventional_kernel<kVerify, 0, Stored, -1>;
+      return choose_parts<kVerify, 0, Stored, -1>(most_parts);
   }
 }
+
+// Of an SM: CTAs up to which heads are shared out to the most, and up to which CTAs have the L2 fetch ahead. Later ones
+// find the kernel before ended, and would only read the plan twice.
+constexpr int kPartsPerSm = 4, kFetchesPerSm = 8;
 
 template <bool kVerify>
 replayssm_status launch_conventional(const char* op, const replayssm_exec& exec, const Problem& problem,
@@ -382,17 +407,25 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
   if (rows == 0) return REPLAYSSM_OK;
   const ScanParams params = make_scan_params(problem, layer, table, plan, args, false);
   const int head_dim = tuned_head_dim(params);
-  ConventionalKernel* kernel = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
-    return choose_conventional<kVerify, decltype(stored)>(head_dim, problem.config.activation);
+  const int64_t heads = static_cast<int64_t>(rows) * problem.geometry.num_heads;
+  const int sms = attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  const int most = head_dim == 64 ? kMostParts<64> : head_dim == 80 ? kMostParts<80> : 1;
+  const bool most_parts = heads * most <= kPartsPerSm * sms;
+  return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
+    using Stored = decltype(stored);
+    const int64_t ctas = heads * (most_parts ? most : head_dim == 64 ? kUsualParts<64, Stored> : 1);
+    return launch_early(op, choose_conventional<kVerify, Stored>(head_dim, problem.config.activation, most_parts), ctas,
+                        kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms);
   });
-  return launch(op, kernel, static_cast<int64_t>(rows) * problem.geometry.num_heads, kThreads, 0, exec, params,
-                snapshots);
 }
 
 template <bool kVerify>
-cudaError_t load_conventional_kernel(int format, int head_dim, int activation) {
-  return load_kernel(with_checkpoint(
-      format, [&](auto stored) { return choose_conventional<kVerify, decltype(stored)>(head_dim, activation); }));
+cudaError_t load_conventional_kernels(int format, int head_dim, int activation) {
+  return with_checkpoint(format, [&](auto stored) {
+    const cudaError_t error = load_kernel(choose_conventional<kVerify, decltype(stored)>(head_dim, activation, false));
+    if (error != cudaSuccess) return error;
+    return load_kernel(choose_conventional<kVerify, decltype(stored)>(head_dim, activation, true));
+  });
 }
 
 }  // namespace
@@ -433,8 +466,8 @@ cudaError_t load_scan_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int head_dim : {0, 64, 80}) {
       for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-        if (error == cudaSuccess) error = load_conventional_kernel<false>(format, head_dim, activation);
-        if (error == cudaSuccess) error = load_conventional_kernel<true>(format, head_dim, activation);
+        if (error == cudaSuccess) error = load_conventional_kernels<false>(format, head_dim, activation);
+        if (error == cudaSuccess) error = load_conventional_kernels<true>(format, head_dim, activation);
       }
     }
   }

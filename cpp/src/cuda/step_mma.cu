@@ -102,6 +102,7 @@ struct MmaParams {
   int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
+  int fetches;                         // CTAs that have the L2 fetch states ahead
   JobLayout job;
   StageLayout stage;
   bool flush_only;     // the flush op: no tokens
@@ -743,15 +744,30 @@ struct Cta {
   }
 };
 
+// Before the kernel before has ended, for a thread that has time: some of what the CTAs will begin with. (Which of them
+// has which job, and first, does not matter to the L2.)
+constexpr int kFetched = 16 * 1024;  // bytes
+__device__ inline void fetch_ahead(const MmaParams& params) {
+  const int index = blockIdx.x * params.heads, head = index % params.scan.problem.geometry.num_heads;
+  for (const replayssm_tensor* vector : {&params.scan.args.A_log, &params.scan.args.dt_bias, &params.scan.args.D}) {
+    fetch_to_l2(*vector, head);
+  }
+  const int64_t head_bytes = params.scan.problem.checkpoint_head_bytes;
+  fetch_head(params.scan, params.scan.layer.checkpoint, head_bytes, index, 0,
+             static_cast<int>(min(head_bytes, int64_t{kFetched})));
+}
+
 template <typename Stored, typename Staged>
 __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
   const Cta<Stored, Staged> cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
-  begin_early();
+  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
+  await_previous();
   if (warp == 0) {
     cta.produce();
   } else if (warp == 1) {
@@ -826,6 +842,8 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.stages = std::min(stages_beside(params.job_buffers), kMaxStages);
     params.consumers = std::min(params.stages, kConsumers);
     params.resident = std::min(params.num_jobs, ctas);
+    const int64_t row_heads = static_cast<int64_t>(rows) * problem.geometry.num_heads;
+    params.fetches = flush_only ? 0 : static_cast<int>(std::min<int64_t>(params.resident, row_heads / params.heads));
     const int rounds = params.num_jobs / params.resident;
     const bool even = params.heads == 1 || rounds < 4;
     params.shared_jobs = even ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;

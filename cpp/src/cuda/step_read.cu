@@ -57,6 +57,15 @@ template <typename Format, typename Staged, bool kSingle>
 __global__ __launch_bounds__(kThreads, kCtasPerSm) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
+  // What the CTAs that step will begin with. Which of them fetches what does not matter to the L2.
+  const int fetched = threadIdx.x - (kThreads - 32);
+  if (blockIdx.x < params.fetches && fetched >= 0 && fetched < params.cta_heads) {
+    const Problem& problem = params.scan.problem;
+    const bool copy = problem.read_copy_head_bytes > 0;
+    fetch_head(params.scan, copy ? params.scan.layer.read_copy : params.scan.layer.checkpoint,
+               copy ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes,
+               blockIdx.x * params.cta_heads + fetched, 0, params.state_bytes);
+  }
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
   const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
   const bool among = before < params.flush_ctas;
@@ -127,6 +136,7 @@ auto with_read_format(const replayssm_config& config, F&& f) {
 constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
+constexpr int kFetchesPerSm = 4;              // CTAs, up to which all have the L2 fetch states ahead
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads) {
   return is_plain(config) || row_heads < 8192 ? 264 : 528;
@@ -223,6 +233,9 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     ++params.flush_spacing;
   }
   const int shared = std::max(params.stepping.bytes, params.folding.bytes);
+  // Later CTAs find the kernel before ended, and where there are some, fetching is worth less than what it delays.
+  const bool all_at_once = ctas <= int64_t{kFetchesPerSm} * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  params.fetches = all_at_once ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
     return launch_early("step", choose_read<decltype(format)>(problem.config.activation, scan.args.max_count == 1),
                         row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, kThreads, shared, exec, params);
