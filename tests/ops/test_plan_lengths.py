@@ -19,7 +19,7 @@ def make_pool(device, num_slots=SLOTS):
 
 
 def plan_lengths(pool, slots, prompts, sequences=None, ends=None):
-    """The plan's rows as int32 [rows, 16], its header, flush list and error word. sequences None: of prompts."""
+    """The plan's rows as int32 [rows, 16], its header, order of rows and error word. sequences None: of prompts."""
     if ends is None:
         counts = prompts if sequences is None else [1] * len(slots)
         ends = [sum(counts[: row + 1]) for row in range(len(counts))]
@@ -36,7 +36,7 @@ def plan_lengths(pool, slots, prompts, sequences=None, ends=None):
     return (
         words[16 : 16 + 16 * rows].view(rows, 16),
         header,
-        words[16 + 16 * rows :][: header[3]].tolist(),
+        words[16 + 16 * rows :][:rows].tolist(),
         error.tolist(),
     )
 
@@ -44,7 +44,7 @@ def plan_lengths(pool, slots, prompts, sequences=None, ends=None):
 @pytest.mark.parametrize("seed", range(2))
 def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
     """150 batches in which sequences begin, decode for several windows and give their slots to others, idle rows among
-    them: the rows are those of a pool with cursors, the flush list too. A10, A11."""
+    them: the rows are those of a pool with cursors; those that flush come first in the order. A10, A11."""
     rng = random.Random(seed)
     pool, reference = make_pool(device), make_pool(device)
     prompts, decoded = {}, {}
@@ -63,7 +63,7 @@ def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
         ends = [sum(counts[: row + 1]) for row in range(len(counts))]
         lengths = [prompts.get(slot, -7) for slot in slots]
         sequences = None if begin else [prompts[slot] + decoded[slot] + 1 if slot >= 0 else -9 for slot in slots]
-        rows, header, flush_rows, error = plan_lengths(pool, slots, lengths, sequences, ends)
+        rows, header, order, error = plan_lengths(pool, slots, lengths, sequences, ends)
 
         plan = reference.plan(slots, torch.tensor(counts, dtype=torch.int32, device=pool.device))
         expected = plan.buffer.cpu().view(torch.int32)[16 : 16 + 16 * len(slots)].view(-1, 16).clone()
@@ -77,7 +77,8 @@ def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
         assert torch.equal(rows, expected)
         flagged = [row for row in range(len(slots)) if expected[row, 10] & FLUSH]
         assert header == [len(slots), ends[-1], sum(slot >= 0 for slot in slots), len(flagged)]
-        assert flush_rows == flagged and error == [0] * 8
+        assert order == flagged + [row for row in reversed(range(len(slots))) if row not in flagged]
+        assert error == [0] * 8
         flushes += len(flagged)
     assert flushes > 10
 
@@ -112,15 +113,16 @@ def test_a_bad_row_is_named_and_does_nothing(device, slots, prompts, sequences, 
 
 
 def test_batches_larger_than_a_tile(device):
-    """1100 rows: packing, flush list and refusals reach across the tiles of the kernel."""
+    """1100 rows: packing, order and refusals reach across the tiles of the kernel."""
     rows = 1100
     pool = make_pool(device, num_slots=rows)
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [1 + slot % 9 for slot in slots]
     sequences = [prompt + 1 + slot % (2 * WINDOW) for prompt, slot in zip(prompts, slots, strict=True)]
-    planned, header, flush_rows, _ = plan_lengths(pool, slots, prompts, sequences)
+    planned, header, order, _ = plan_lengths(pool, slots, prompts, sequences)
     expected = [row for row, slot in enumerate(slots) if slot % (2 * WINDOW) == WINDOW]
-    assert flush_rows == expected and header == [rows, rows, rows, len(expected)]
+    assert order == expected + [row for row in reversed(range(rows)) if slots[row] % (2 * WINDOW) != WINDOW]
+    assert header == [rows, rows, rows, len(expected)]
     assert planned[:, 6].tolist() == slots and planned[:, 7].tolist() == list(range(rows))
     if device.type != "cpu":
         slots[1099] = slots[3]

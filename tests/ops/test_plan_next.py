@@ -20,7 +20,7 @@ def make_pool(device, num_slots=SLOTS):
 
 
 def plan_next(pool, slots, counts, accepted, row_tokens):
-    """The plan's rows as int32 [rows, 16], its header and flush list."""
+    """The plan's rows as int32 [rows, 16], its header and order of rows."""
     slots, counts, accepted = (
         torch.tensor(values, dtype=torch.int32, device=pool.device) for values in (slots, counts, accepted)
     )
@@ -33,7 +33,7 @@ def plan_next(pool, slots, counts, accepted, row_tokens):
 def parse(buffer, rows):
     words = buffer.cpu().view(torch.int32)
     header = words[:4].tolist()
-    return words[16 : 16 + 16 * rows].view(rows, 16), header, words[16 + 16 * rows :][: header[3]].tolist()
+    return words[16 : 16 + 16 * rows].view(rows, 16), header, words[16 + 16 * rows :][:rows].tolist()
 
 
 def cursor(pool, slot):
@@ -84,7 +84,7 @@ def test_is_commit_and_plan(device, seed):
             pending = reference.plans[slot].counts[0] if slot in reference.plans else 0
             kept = rng.choice([rng.randint(0, pending), rng.randint(0, pending), ACCEPT_ALL])
             accepted.append(NEW_SEQUENCE if rng.random() < 0.01 else kept)
-        rows, header, flush_rows = plan_next(pool, slots, counts, accepted, row_tokens)
+        rows, header, order = plan_next(pool, slots, counts, accepted, row_tokens)
 
         expected = torch.zeros_like(rows)
         for row, (slot, count, kept) in enumerate(zip(slots, counts, accepted, strict=True)):
@@ -99,7 +99,8 @@ def test_is_commit_and_plan(device, seed):
         assert torch.equal(rows, expected)
         flagged = [row for row in range(len(slots)) if expected[row, 10] & FLUSH]
         live = sum(slot >= 0 for slot in slots)
-        assert header == [len(slots), len(slots) * row_tokens, live, len(flagged)] and flush_rows == flagged
+        assert header == [len(slots), len(slots) * row_tokens, live, len(flagged)]
+        assert order == flagged + [row for row in reversed(range(len(slots))) if row not in flagged]
         flushes += len(flagged)
         for slot in range(SLOTS):
             tokens, stream, writes, history, flags = cursor(pool, slot)

@@ -215,7 +215,8 @@ enum {
 };
 
 /* A plan is replayssm_plan_bytes(rows) bytes, 64-byte aligned: this header (64 bytes), rows x replayssm_plan_row, then
- * int32 flush_rows[rows], of which the first num_flush hold the indices of the flagged rows in ascending order. */
+ * int32 row_order[rows]: the indices of the num_flush rows flagged FLUSH, ascending, then those of the others,
+ * descending. */
 typedef struct {
   int32_t rows;
   int32_t num_tokens; /* sum of the counts, padded rows included; of plan_next: rows * row_tokens */

@@ -6,8 +6,8 @@
 // looks at its slot's flags, then the rows whose slot is usable bid for it with an atomicMax on the flags word (the
 // lowest row bids highest), and only the winner opens it: a slot named twice is refused for every row but the first,
 // whatever the scheduling. (plan_next takes open slots too, so what a tile has planned stays marked until the last
-// one.) Then two block-wide prefix sums give each row its first token and each flushing row its place in the flush
-// list. plan_lengths has no cursors to bid for: a row looks for its slot in the rows before it.
+// one.) Then two block-wide prefix sums give each row its first token and its place in the order. plan_lengths has no
+// cursors to bid for: a row looks for its slot in the rows before it.
 #include "common.cuh"
 
 namespace replayssm {
@@ -66,6 +66,11 @@ __device__ void add_counters(const replayssm_table& table, int64_t (&added)[REPL
   }
 }
 
+// Where row i stands in the plan's row_order, if `flushes` rows up to it, itself included, flush.
+__device__ int32_t place_in_order(bool flush, int32_t i, int32_t flushes, int32_t rows) {
+  return flush ? flushes - 1 : rows - 1 - (i - flushes);
+}
+
 // What plan_next knows beyond plan.
 struct NextArgs {
   const int32_t* accepted;
@@ -83,7 +88,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  auto* row_order = reinterpret_cast<int32_t*>(planned + rows);
 
   int64_t tokens_before = 0, live_before = 0, flushes_before = 0;
   for (int64_t tile = 0; tile < rows; tile += kPlanThreads) {
@@ -166,7 +171,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
     const bool flush = won && (row.flags & REPLAYSSM_ROW_FLUSH);
     int64_t in_tile;  // flushing rows, and live rows above bit 32
     const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(won) << 32), warp_sums, &in_tile);
-    if (flush) flush_rows[flushes_before + static_cast<int32_t>(through) - 1] = i;
+    if (exists) row_order[place_in_order(flush, i, flushes_before + static_cast<int32_t>(through), rows)] = i;
 
     tokens_before += tokens_in_tile;
     flushes_before += static_cast<int32_t>(in_tile);
@@ -194,7 +199,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_lengths_kernel(Problem prob
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
+  auto* row_order = reinterpret_cast<int32_t*>(planned + rows);
   if (threadIdx.x == 0) *error = {};
   __syncthreads();
 
@@ -224,7 +229,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_lengths_kernel(Problem prob
     const bool flush = live && (row.flags & REPLAYSSM_ROW_FLUSH);
     int64_t in_tile;  // flushing rows, and live rows above bit 32
     const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(live) << 32), warp_sums, &in_tile);
-    if (flush) flush_rows[flushes_before + static_cast<int32_t>(through) - 1] = i;
+    if (exists) row_order[place_in_order(flush, i, flushes_before + static_cast<int32_t>(through), rows)] = i;
     flushes_before += static_cast<int32_t>(in_tile);
     live_before += in_tile >> 32;
   }

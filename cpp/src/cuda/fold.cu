@@ -124,14 +124,14 @@ __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_cons
   const int listed = flush ? static_cast<const replayssm_plan_header*>(params.plan)->num_flush : params.rows;
   const auto* planned = reinterpret_cast<const replayssm_plan_row*>(static_cast<const char*>(params.plan) +
                                                                     sizeof(replayssm_plan_header));
-  const auto* flush_rows = reinterpret_cast<const int32_t*>(planned + params.rows);
+  const auto* row_order = reinterpret_cast<const int32_t*>(planned + params.rows);
 
   for (int64_t item = blockIdx.x; item < static_cast<int64_t>(listed) * H; item += gridDim.x) {
     const int head = static_cast<int>(item % H), index = static_cast<int>(item / H);
     int32_t slot_index, h, next;
     bool empty;
     if (flush) {
-      const replayssm_plan_row& row = planned[flush_rows[index]];
+      const replayssm_plan_row& row = planned[row_order[index]];
       if (!admit(row, 0, params.num_tokens, params.max_count, problem.config.window, false, nullptr, false)) {
         continue;  // step reports it
       }
@@ -165,7 +165,7 @@ __global__ __launch_bounds__(kMaxHeadThreads) void fold_kernel(const __grid_cons
       __syncthreads();  // before the next head is staged
     }
     if (flush) {
-      const int32_t row = flush_rows[index];
+      const int32_t row = row_order[index];
       const StateOwner owner{problem, params.layer,        params.table.error, head,
                              row,     planned[row].stream, planned[row].writes};
       store_state<kStateDim>(owner, slot, p, lane, state);

@@ -100,7 +100,27 @@ __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 #endif
 }
 
-// Between stores to shared memory and blocks requested, by whichever thread, for the same place.
+// Whole blocks the other way, by one thread, which makes a group of them; and until all its groups have been read, when
+// the memory may hold something else.
+__device__ inline void store_block(void* target, const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ inline void close_blocks() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+__device__ inline void await_blocks_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+// Between stores to shared memory and blocks requested or stored, by whichever thread, for or from the same place.
 __device__ inline void finish_stores_before_blocks() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -15,9 +15,10 @@
 //  2. One prepares products: it stages B and C of the job's group and forms B^T C. One prepares weights: v, d, u and f
 //     of the job's heads. Both are a job or more ahead of the slices.
 //  3. The others consume: each takes every n-th stage.
-// The CTAs share the first seven eighths of the jobs evenly; the rest goes two by two to CTAs that begin when one of
-// these has ended, for SMs are not equally fast and a job that flushes takes longer. Where jobs are single heads, all
-// are shared: the start of a late CTA would cost more.
+// A job that flushes takes longer, so these come first in the order and are dealt out evenly; a CTA takes them in turns
+// with others. The CTAs share the first seven eighths of the jobs; the rest goes two by two to CTAs that begin when one
+// of these has ended, for SMs are not equally fast. Where jobs are single heads, all are shared, in the order of the
+// rows: the start of a late CTA would cost more, and so would looking the order up.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -33,7 +34,8 @@
 //     product, and added by the CUDA cores to the tokens that it belongs to.
 //  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read.
+//     rounding. What is stored is kept: the outputs read what the next step will read. It goes to memory in blocks, as
+//     it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
@@ -96,9 +98,11 @@ struct StageLayout {
 
 struct MmaParams {
   ScanParams scan;
-  int heads_per_group, slices;         // slices a head
-  int heads, chunks;                   // heads a job, jobs a group
-  int num_jobs;                        // ordered by row, group, chunk
+  int heads_per_group, slices;  // slices a head
+  int heads, chunks;            // heads a job, jobs a group
+  const replayssm_plan_header* header;
+  const int32_t* row_order;            // the plan's, or null: ascending
+  int num_jobs, jobs_per_row;          // by row in that order, group, chunk
   int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
@@ -212,11 +216,26 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           piece(part + b, i) = folded[i];
+#if __CUDA_ARCH__ < 900
           __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
+#endif
         }
       }
     }
     if (!finite) owner.report_not_finite();
+#if __CUDA_ARCH__ >= 900
+    finish_stores_before_blocks();
+    __syncwarp();
+    if (elect_lane()) {
+      store_block(target, base, kHalfBytes);
+      store_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
+      close_blocks();
+    }
+#endif
+  }
+  // Until the slice's memory may hold another.
+  __device__ void await_stored() const {
+    if (elect_lane()) await_blocks_read();
   }
 };
 
@@ -236,8 +255,9 @@ struct Job {
   int row, group, chunk;
   replayssm_plan_row plan;
 
-  __device__ Job(const MmaParams& params, int index)
-      : row(index / params.chunks / params.scan.problem.geometry.num_groups),
+  Job() = default;
+  __device__ Job(const MmaParams& params, int index, int row)
+      : row(row),
         group(index / params.chunks % params.scan.problem.geometry.num_groups),
         chunk(index % params.chunks),
         plan(params.scan.planned[row]) {}
@@ -286,7 +306,7 @@ struct Cta {
   Barrier *known, *multiplied, *ready, *released;  // of each job buffer
   Barrier *full, *empty;                           // of each stage
   int lane;
-  int first_job, job_step, end_job;
+  int first_job, job_step, jobs, flushing_jobs;
 
   __device__ Cta(const MmaParams& params, char* shared)
       : params(params),
@@ -300,13 +320,52 @@ struct Cta {
         released(ready + kMaxJobBuffers),
         full(released + kMaxJobBuffers),
         empty(full + kMaxStages),
-        lane(threadIdx.x % 32) {
+        lane(threadIdx.x % 32) {}
+
+  // Once the plan may be read.
+  __device__ void find_jobs() {
     const int block = blockIdx.x;
     const bool shares = block < params.resident;
     first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
     job_step = shares ? params.resident : 1;
-    end_job = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
+    const int end = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
+    auto jobs_before = [&](int index) { return index > first_job ? (index - first_job + job_step - 1) / job_step : 0; };
+    jobs = jobs_before(end);
+    flushing_jobs = params.row_order ? jobs_before(min(end, params.header->num_flush * params.jobs_per_row)) : 0;
   }
+
+  // Walks through the CTA's jobs. Those that flush, its first, take turns with the others: evenly, and not in all CTAs
+  // at the same time. Ahead of a job its plan is loaded, ahead of that its row.
+  class Walk {
+   public:
+    __device__ explicit Walk(const Cta& cta) : cta(cta), share(blockIdx.x * 37 % cta.jobs) {
+      look_up();
+      next = Job(cta.params, index, row);
+      look_up();
+    }
+    __device__ Job take() {
+      const Job job = next;
+      next = Job(cta.params, index, row);
+      look_up();
+      return job;
+    }
+
+   private:
+    const Cta& cta;
+    int flushed = 0, others = 0, share;
+    int index, row;  // of the job after the next; past the end, of some job
+    Job next;
+
+    __device__ void look_up() {
+      share += cta.flushing_jobs;
+      const bool flushes = share >= cta.jobs;
+      if (flushes) share -= cta.jobs;
+      const int turn = flushes ? flushed++ : cta.flushing_jobs + others++;
+      index = min(cta.first_job + turn * cta.job_step, cta.params.num_jobs - 1);
+      row = index / cta.params.jobs_per_row;
+      if (cta.params.row_order) row = cta.params.row_order[row];
+    }
+  };
 
   __device__ void init_barriers(int warp) const {
     auto init = [&](Barrier* barriers, int count, int arrivals) {
@@ -341,9 +400,10 @@ struct Cta {
     const int half_slice = lane % 2 * 8;
     int stage = 0;
     uint32_t phase = 0;
+    Walk walk(*this);
 #pragma unroll 1
-    for (int index = first_job; index < end_job; index += job_step) {
-      const Job job(params, index);
+    for (int n = 0; n < jobs; ++n) {
+      const Job job = walk.take();
       if (!job.is_live(params, false)) continue;
       const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
       const bool stored_before = job.stored_before(params), moves_token = lane < 2 * T;
@@ -397,9 +457,10 @@ struct Cta {
   __device__ void prepare(bool reporter, F&& of_job) const {
     int buffer = 0;
     uint32_t phase = 0;
+    Walk walk(*this);
 #pragma unroll 1
-    for (int index = first_job; index < end_job; index += job_step) {
-      const Job job(params, index);
+    for (int n = 0; n < jobs; ++n) {
+      const Job job = walk.take();
       const bool live = job.is_live(params, reporter && lane == 0);
       await(released + buffer, phase ^ 1);
       __syncwarp();
@@ -624,7 +685,7 @@ struct Cta {
     while (stage >= params.stages) stage -= params.stages, phase ^= 1;
 
 #pragma unroll 1
-    for (int index = first_job; index < end_job; index += job_step) {
+    for (int n = 0; n < jobs; ++n) {
       await(known + buffer, job_phase);
       const JobInfo job = info(buffer);
       if (item < job.items) {
@@ -727,7 +788,10 @@ struct Cta {
               }
             }
           }
-          if (job.fold) finish_stores_before_blocks();
+          if (job.fold) {
+            state.await_stored();
+            finish_stores_before_blocks();
+          }
           __syncwarp();
           if (lane == 0) arrive(empty + stage);
           stage += params.consumers;
@@ -760,14 +824,15 @@ __device__ inline void fetch_ahead(const MmaParams& params) {
 template <typename Stored, typename Staged>
 __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
-  const Cta<Stored, Staged> cta(params, shared);
+  Cta<Stored, Staged> cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
-  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
+if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
   await_previous();
+  cta.find_jobs();
   if (warp == 0) {
     cta.produce();
   } else if (warp == 1) {
@@ -817,6 +882,7 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   params.max_tokens = flush_only ? 0 : scan.args.max_count;
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
+  params.header = reinterpret_cast<const replayssm_plan_header*>(scan.planned) - 1;
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
     const int window = problem.config.window, limit = shared_limit();
@@ -837,6 +903,8 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
       return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
+    params.row_order = params.heads == 1 ? nullptr : reinterpret_cast<const int32_t*>(scan.planned + rows);
+    params.jobs_per_row = problem.geometry.num_groups * params.chunks;
     params.job_buffers = params.heads == 1 ? kMaxJobBuffers : 2;
     while (params.job_buffers > 1 && stages_beside(params.job_buffers) < kEnoughStages) --params.job_buffers;
     params.stages = std::min(stages_beside(params.job_buffers), kMaxStages);

@@ -19,6 +19,16 @@ bool slot_in_range(const replayssm_table& table, const int32_t* slots, int32_t i
   return false;
 }
 
+// Fills num_flush and row_order, once the rows are planned.
+void order_rows(replayssm_plan_header* header) {
+  auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
+  auto* row_order = reinterpret_cast<int32_t*>(planned + header->rows);
+  int32_t end = header->rows;
+  for (int32_t i = 0; i < header->rows; ++i) {
+    row_order[planned[i].flags & REPLAYSSM_ROW_FLUSH ? header->num_flush++ : --end] = i;
+  }
+}
+
 }  // namespace
 
 replayssm_status reset(const replayssm_exec&, const replayssm_table& table, const int32_t* slots,
@@ -36,7 +46,6 @@ replayssm_status plan(const replayssm_exec&, const Problem& problem, const repla
                       const int32_t* counts, int32_t uniform_count, int32_t rows, void* plan) {
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
   auto count_of = [&](int32_t i) { return counts ? counts[i] : uniform_count; };
 
   bool good = true;
@@ -70,12 +79,12 @@ replayssm_status plan(const replayssm_exec&, const Problem& problem, const repla
       planned[i] = make_plan_row(problem, cursor, slots[i], first_token, count);
       cursor.flags |= REPLAYSSM_SLOT_OPEN;
       header->num_live += 1;
-      if (planned[i].flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
     } else {
       planned[i] = padded_plan_row(first_token, count);
     }
     end += count;
   }
+  order_rows(header);
   header->num_tokens = static_cast<int32_t>(std::min<int64_t>(end, INT32_MAX));
   return REPLAYSSM_OK;
 }
@@ -85,7 +94,6 @@ replayssm_status plan_next(const replayssm_exec&, const Problem& problem, const 
                            int32_t row_tokens, void* plan, replayssm_error* status) {
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
   const bool folded = row_tokens > problem.config.max_step_tokens;
   auto count_of = [&](int32_t i) { return std::clamp(counts[i], 0, row_tokens); };
   auto next_of = [&](int32_t i) {
@@ -122,11 +130,11 @@ replayssm_status plan_next(const replayssm_exec&, const Problem& problem, const 
       table.cursors[slots[i]] = next.cursor;
       for (int32_t k = 0; k < REPLAYSSM_NUM_COUNTERS; ++k) table.counters[k] += next.added[k];
       header->num_live += 1;
-      if (next.row.flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
     } else {
       planned[i] = padded_plan_row(i * row_tokens, count_of(i));
     }
   }
+  order_rows(header);
   if (status) *status = *table.error;
   return REPLAYSSM_OK;
 }
@@ -135,7 +143,6 @@ replayssm_status plan_lengths(const replayssm_exec&, const Problem& problem, con
                               void* plan, replayssm_error* error) {
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* flush_rows = reinterpret_cast<int32_t*>(planned + rows);
   *error = {};
   for (int32_t i = 0; error->code == REPLAYSSM_ROW_OK && i < rows; ++i) {
     if (args.slots[i] == -1) continue;
@@ -152,11 +159,11 @@ replayssm_status plan_lengths(const replayssm_exec&, const Problem& problem, con
     if (error->code == REPLAYSSM_ROW_OK && args.slots[i] >= 0) {
       planned[i] = row_of_lengths(problem, args, i).row;
       header->num_live += 1;
-      if (planned[i].flags & REPLAYSSM_ROW_FLUSH) flush_rows[header->num_flush++] = i;
     } else {
       planned[i] = padded_plan_row(i ? args.token_ends[i - 1] : 0, 0);
     }
   }
+  order_rows(header);
   return REPLAYSSM_OK;
 }
 
