@@ -9,6 +9,7 @@ from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 
 GENERIC = MambaGeometry(num_heads=4, head_dim=24, num_groups=2, state_dim=64)
 COPY = {"checkpoint": "fp16", "read_copy": "nvfp4"}
+SR, NVFP4 = {"checkpoint": "fp16_sr"}, {"read_copy": "nvfp4"}
 CASES = [
     (SUPER_TP8, "bf16", {}),
     (NANO_TP8, "fp16", {}),
@@ -197,7 +198,8 @@ def test_nan_in_a_token_stays_behind_the_tokens_before(device, geometry, activat
 
 
 @pytest.mark.parametrize(
-    "head_dim, most, formats", [(64, 4, {}), (80, 4, {}), (64, 4, COPY), (64, 2, {"checkpoint": "fp16"})]
+    "head_dim, most, formats",
+    [(64, 4, {}), (80, 4, {}), (64, 4, SR | NVFP4), (64, 2, SR), (16, 1, SR | NVFP4), (48, 1, SR)],
 )
 def test_rows_of_large_batches_have_the_bits_of_small_ones(device, head_dim, most, formats):
     """However many heads a large batch makes a CTA take. Rows stand at different histories; some flush."""

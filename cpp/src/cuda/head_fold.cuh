@@ -7,7 +7,8 @@
 // block of lanes with t = n / 2, so that eight products give a lane its whole block, and the operand of a lane is 16
 // bytes of a record's B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search of
 // its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block copy
-// and is stored from registers.
+// and is stored from registers or, if steps read it, leaves in blocks as well. In wide CTAs a warp has one of the
+// halves.
 #pragma once
 
 #include "pipeline.cuh"
@@ -17,23 +18,25 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
+constexpr int kSlicesAtOnce = 4;  // that a CTA folds
 
-// Of a lane: a row's blocks t and 4 + t, and those of rows 2g and 2g + 1.
-using RowPart = float[2][kBlock];
-using SlicePart = RowPart[2];
+// Of a lane: of a row block t of a half, or of both halves; and those of rows 2g and 2g + 1.
+template <int kHalves>
+using RowPart = float[kHalves][kBlock];
+template <int kHalves>
+using SlicePart = RowPart<kHalves>[2];
 
-__device__ inline int column_of(int lane, int block) { return (4 * block + lane % 4) * kBlock; }
+__device__ inline int column_of(int lane, int half) { return (4 * half + lane % 4) * kBlock; }
 
-// The lane's part of a checkpoint's slice.
-template <typename Stored>
-__device__ inline void load_slice(const Stored* slice, int lane, SlicePart& state) {
+// The lane's part of a checkpoint's slice, from its first half on.
+template <typename Stored, int kHalves>
+__device__ inline void load_slice(const Stored* slice, int lane, SlicePart<kHalves>& state) {
   constexpr int kVec = Packed<Stored>::kVec;
   const Stored* const source = slice + lane / 4 * 2 * kMaxStateDim + column_of(lane, 0);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
-    for (int b = 0; b < 2; ++b)
+    for (int b = 0; b < kHalves; ++b)
 #pragma unroll
       for (int j = 0; j < kBlock; j += kVec) {
         float value[kVec];
@@ -49,9 +52,9 @@ constexpr int kPairStride = 2 * kMaxStateDim + 4;
 __host__ __device__ constexpr int wide_size(int records) { return (records + 7) / 8 * 4 * kPairStride; }
 
 // add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
-// B: in float32.
-template <typename Staged>
-__device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, int x_stride, const float* B,
+// B: in float32, from the first half on.
+template <typename Staged, int kHalves>
+__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const Staged* x, int x_stride, const float* B,
                                            const float* weight, float decay, int h, int lane, uint32_t mask) {
   const int g = lane / 4, t = lane % 4;
   const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
@@ -68,7 +71,7 @@ __device__ __forceinline__ void fold_slice(SlicePart& state, const Staged* x, in
     }
     split(scaled, mask, high, low);
 #pragma unroll
-    for (int b = 0; b < 2; ++b)
+    for (int b = 0; b < kHalves; ++b)
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const float4 both = *reinterpret_cast<const float4*>(source + 2 * (b * 4 * kBlock + j));
@@ -105,15 +108,17 @@ __device__ inline float larger_magnitude(const float (&value)[kBlock]) {
   return amax;
 }
 
-// The amaxes of columns over a slice's rows, of columns 4 lane to 4 lane + 3. scratch: of the warp, 8 rows of N.
-__device__ inline float4 column_maxima(const SlicePart& state, int lane, float4* scratch) {
-  constexpr int kPieces = kMaxStateDim / 4;
+// The amaxes of four columns over a slice's rows: of columns 4 lane to 4 lane + 3 or, of one half, of 4 (lane % 16) to
+// 4 (lane % 16) + 3 over half the rows. scratch: of the warp, 8 rows of columns.
+template <int kHalves>
+__device__ inline float4 column_maxima(const SlicePart<kHalves>& state, int lane, float4* scratch) {
+  constexpr int kPieces = kHalves * kMaxStateDim / 8, kRows = 8 * kPieces / 32;
   const int g = lane / 4, t = lane % 4;
   // Pieces of four columns are permuted among neighbours, so that no lanes meet a bank twice.
   float4* const target = scratch + g * kPieces + 4 * t;
   __syncwarp();  // before that, others may still need what lies there
 #pragma unroll
-  for (int b = 0; b < 2; ++b)
+  for (int b = 0; b < kHalves; ++b)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float amax[4];
@@ -124,10 +129,11 @@ __device__ inline float4 column_maxima(const SlicePart& state, int lane, float4*
       target[16 * b + (j ^ t / 2 ^ g % 2 * 2)] = make_float4(amax[0], amax[1], amax[2], amax[3]);
     }
   __syncwarp();
+  const int piece = lane % kPieces, first = lane / kPieces * kRows;
   float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int row = 0; row < 8; ++row) {
-    const float4 v = scratch[row * kPieces + (lane ^ (lane / 8 % 2) ^ row % 2 * 2)];
+  for (int row = 0; row < kRows; ++row) {
+    const float4 v = scratch[(first + row) * kPieces + (piece ^ (piece / 8 % 2) ^ row % 2 * 2)];
     amax.x = larger_magnitude(amax.x, v.x), amax.y = larger_magnitude(amax.y, v.y);
     amax.z = larger_magnitude(amax.z, v.z), amax.w = larger_magnitude(amax.w, v.w);
   }
@@ -137,11 +143,11 @@ __device__ inline float4 column_maxima(const SlicePart& state, int lane, float4*
 // ---- the checkpoint ------------------------------------------------------------------------------------------------
 
 // A lane's part of a row into a plain checkpoint, to nearest. target: its first column.
-template <typename Stored>
-__device__ inline void store_nearest(const RowPart& row, Stored* target) {
+template <typename Stored, int kHalves>
+__device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target) {
   constexpr int kVec = Packed<Stored>::kVec;
 #pragma unroll
-  for (int b = 0; b < 2; ++b)
+  for (int b = 0; b < kHalves; ++b)
 #pragma unroll
     for (int j = 0; j < kBlock; j += kVec) {
       float value[kVec];
@@ -161,16 +167,18 @@ __device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 dr
   *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-// The same in FP16, stochastically; p: the row's index in the head. moderate: all values are below 65472.
-__device__ __forceinline__ void store_stochastic(const RowPart& row, RoundingKey key, int64_t writes, int p, int lane,
-                                                 __half* target, bool moderate) {
+// The same in FP16, stochastically; p: the row's index in the head; column: of `target`. moderate: all values are below
+// 65472.
+template <int kHalves>
+__device__ __forceinline__ void store_stochastic(const RowPart<kHalves>& row, RoundingKey key, int64_t writes, int p,
+                                                 int column, __half* target, bool moderate) {
   constexpr int kDraws = kBlock / kFp16PerDraw;
 #pragma unroll
-  for (int b = 0; b < 2; ++b) {
+  for (int b = 0; b < kHalves; ++b) {
     RandomWords drawn[kDraws];
 #pragma unroll
     for (int d = 0; d < kDraws; ++d) {
-      drawn[d] = rounding_words(key, p, column_of(lane, b) / kFp16PerDraw + d, writes);
+      drawn[d] = rounding_words(key, p, column / kFp16PerDraw + b * 4 * kDraws + d, writes);
     }
 #pragma unroll
     for (int d = 0; d < kDraws; ++d) {
@@ -196,10 +204,11 @@ __device__ __forceinline__ void store_stochastic(const RowPart& row, RoundingKey
 }
 
 // Whether what the lane has stored of a row is finite.
+template <int kHalves>
 __device__ inline bool is_stored_finite(const __half* target) {
   bool finite = true;
 #pragma unroll 1
-  for (int piece = 0; piece < 4; ++piece) {  // of 16 bytes
+  for (int piece = 0; piece < 2 * kHalves; ++piece) {  // of 16 bytes
     finite =
         finite && is_finite<__half>(*reinterpret_cast<const uint4*>(target + piece / 2 * 4 * kBlock + piece % 2 * 8));
   }
@@ -260,8 +269,8 @@ struct BlockTarget {
   }
 };
 
-// What the casts of a head share. inverse: HeadUnit::of_column of all columns, in shared memory, of formats that have
-// column scales.
+// What the casts of a head share. inverse: HeadUnit::of_column of all columns from a lane's first half on, in shared
+// memory, of formats that have column scales.
 struct HeadCast {
   char* chunk;
   int head_dim;
@@ -270,13 +279,13 @@ struct HeadCast {
   const float* inverse;
 };
 
-// A lane's part of row p of a head to its chunk. What row holds is lost.
-template <typename Format>
-__device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const HeadCast& head) {
-  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + lane % 4);
+// A lane's part of row p of a head to its chunk, from half `half` on. What row holds is lost.
+template <typename Format, int kHalves>
+__device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half, int lane, const HeadCast& head) {
+  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
   if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < kHalves; ++b) {
       float (&value)[kBlock] = row[b];
       SearchedBlock found{};
       found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head.scale);
@@ -292,9 +301,9 @@ __device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const He
     }
   } else {
     const HeadUnit unit(head.scale);
-    PairedBlock u[2];
+    PairedBlock u[kHalves];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < kHalves; ++b) {
       float (&value)[kBlock] = row[b];
       float of_column[kBlock];
 #pragma unroll
@@ -312,18 +321,19 @@ __device__ __forceinline__ void cast_row(RowPart& row, int p, int lane, const He
       }
     }
 #pragma unroll 1
-    for (int b = 0; b < 2; ++b) {  // a loop, for the instruction cache
+    for (int b = 0; b < kHalves; ++b) {  // a loop, for the instruction cache
       SearchedBlock found = search_block<Format>(u[0], candidates_of(head.amax) == 1);
       if (!(head.scale > 0.0f)) found = SearchedBlock{};
       target.store(4 * b, found);
 #pragma unroll
-      for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[1][j];
+      for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[kHalves - 1][j];
     }
   }
 }
 
+// Rows have their scale: it takes both halves.
 template <>
-__device__ __forceinline__ void cast_row<Fp8>(RowPart& row, int p, int lane, const HeadCast& head) {
+__device__ __forceinline__ void cast_row<Fp8, 2>(RowPart<2>& row, int p, int half, int lane, const HeadCast& head) {
   uint32_t amax = max(float_bits(larger_magnitude(row[0])), float_bits(larger_magnitude(row[1])));
   amax = larger_of_both(larger_of_both(amax, 1), 2);
   const float scale = fp8_row_scale(amax);

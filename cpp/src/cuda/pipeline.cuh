@@ -100,18 +100,15 @@ __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 #endif
 }
 
-// Whole blocks the other way, by one thread, which makes a group of them; and until all its groups have been read, when
-// the memory may hold something else.
-__device__ inline void store_block(void* target, const void* source, int bytes) {
+// A whole block from shared to global memory, by one thread; whoever has stored what it holds did so before
+// finish_stores_before_blocks(). And until all blocks that this thread has sent so have been read, or are stored.
+__device__ inline void send_block(void* target, const void* source, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
-               "r"(bytes)
-               : "memory");
-#endif
-}
-__device__ inline void close_blocks() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(target),
+      "r"(shared_address(source)), "r"(bytes)
+      : "memory");
 #endif
 }
 __device__ inline void await_blocks_read() {
@@ -119,8 +116,13 @@ __device__ inline void await_blocks_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
+__device__ inline void await_blocks_stored() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
 
-// Between stores to shared memory and blocks requested or stored, by whichever thread, for or from the same place.
+// Between stores to shared memory and blocks requested or sent, by whichever thread, for or from the same place.
 __device__ inline void finish_stores_before_blocks() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -12,15 +12,18 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-constexpr int kMaxTeamBits = 2;   // a head's warps are all of the CTA
-constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads, and every kTokenThreads-th token
-constexpr int kTokenThreads = kThreads / kMaxCtaHeads;
+constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads
 constexpr int kQueryStride = 64;  // words of a token of C
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
 constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
 constexpr int kPlainTokens = 8;   // of a row of which a plain checkpoint is read
 constexpr int kSlots = 2;         // for slices of plain checkpoints, of a warp
+
+// Warps that share the work of a CTA, as a power of two. CTAs of small batches have twice as many: of those that fold
+// two warps have a slice, each half of its columns, and what is read then is kept in shared memory; of those that step
+// either half is a CTA of its own, so to say.
+constexpr int kWarpBits = 2, kWideWarpBits = 3, kWarps = 1 << kWarpBits;
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Quotient {
@@ -36,33 +39,36 @@ struct Quotient {
 
 // Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
 struct ReadShared {
-  int tokens, rows;        // rows: records of the history and, behind them, new tokens
-  int g_stride, x_stride;  // of a token of B^T C; of a record of x
-  int delta_stride;        // of a head of delta and v
+  int warps, tokens, rows;  // rows: records of the history and, behind them, new tokens
+  int g_stride, x_stride;   // of a token of B^T C; of a record of x
+  int delta_stride;         // of a head of delta and v
   int b, c;
   int terms_stride;
   int zeros, query, g, g_new, query_scale, barrier;
   int delta, v, rate, decay;  // of each head. Behind the history's delta lie the tokens'. v has the exponents first.
-                              // CTAs that fold have their decay for d
+                              // CTAs that fold have their decay behind it
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
   int scaled;    // of each warp: C times column scales, where a row has one token. CTAs that don't fold have this and
                  // terms in the place of B and C, of which nothing is needed then
   int x, state;  // of each team; plain checkpoints: state of each warp, kSlots slices
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
-  // columns are multiplied by, [N]; the maxima of warps. B of the history is at 0, in float32: see wide_size().
-  int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max;
+  // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint that is read. B of the
+  // history is at 0, in float32: see wide_size(). Wide CTAs keep what they then read in `folded`, which is the
+  // checkpoint, if that is read.
+  int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
 
   ReadShared() = default;
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
-  static ReadShared of(int P, int window, int tokens, int heads, int teams, int folded_size);
+  static ReadShared of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size);
 
  private:
-  ReadShared(int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales, bool plain,
-             int query_parts, int folded_size)
-      : tokens(tokens),
+  ReadShared(bool wide, int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
+             bool plain, int query_parts, int folded_size)
+      : warps(1 << (wide ? kWideWarpBits : kWarpBits)),
+        tokens(tokens),
         rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
         g_stride(round_up(window, 16) + 4),
         x_stride(P + 8),  // so that the rows of a matrix lie in different banks,
@@ -76,40 +82,49 @@ struct ReadShared {
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + (kWarps * (plain ? kSlots : 1) + 1) * 8),
+        delta(barrier + (warps * (plain ? kSlots : 1) + 1) * 8),
         v(delta + heads * delta_stride * 4),
-        rate(v + heads * delta_stride * 4),
+        rate(v + (wide ? warps : heads) * delta_stride * 4),
         decay(rate + heads * 4),
         terms(folded_size > 0 ? round_up(decay + heads * 4, 16) : 0),
         scaled(terms + heads * terms_stride * 4),
         x(folded_size > 0 ? terms + size_of_terms(heads, column_scales) : round_up(decay + heads * 4, 16)),
         state(round_up(x + teams * rows * x_stride * 2, plain ? 128 : 16)),
-        checkpoint(x),
+        checkpoint(wide ? state : x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
-        scratch(P != kWarps * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
-        scratch_stride(P != kWarps * kSliceWidth ? 8 * kMaxStateDim * 4 : kSliceWidth * kMaxStateDim * folded_size),
-        inverse(P != kWarps * kSliceWidth ? scratch + kWarps * scratch_stride
-                                          : folded_x + (kZeroRows + window) * P * 2),
+        scratch(wide || P != kSlicesAtOnce * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
+        scratch_stride(wide                               ? 4 * kMaxStateDim * 4
+                       : P != kSlicesAtOnce * kSliceWidth ? 8 * kMaxStateDim * 4
+                                                          : kSliceWidth * kMaxStateDim * folded_size),
+        inverse(wide || P != kSlicesAtOnce * kSliceWidth ? scratch + warps * scratch_stride
+                                                         : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
+        folded(plain && wide ? checkpoint
+               : plain       ? round_up(folded_x + (kZeroRows + window) * P * 2, 128)
+                             : round_up(warp_max + warps * 4, 16)),
         state_bytes(chunk_bytes),
-        bytes(std::max(folded_size == 0 ? 0
-                       : plain          ? folded_x + (kZeroRows + window) * P * 2
-                                        : warp_max + kWarps * 4,
-                       state + (plain ? kWarps * kSlots : teams) * chunk_bytes)) {}
+        bytes(round_up(std::max(folded_size == 0 ? 0
+                                : plain && wide  ? folded_x + (kZeroRows + window) * P * 2
+                                : plain          ? folded + P * kMaxStateDim * folded_size
+                                : wide           ? folded + state_bytes
+                                                 : warp_max + warps * 4,
+                                state + (plain ? warps * kSlots * !wide : teams) * chunk_bytes),
+                       128)) {}
 
   int size_of_terms(int heads, bool column_scales) const {
-    return heads * terms_stride * 4 + (column_scales ? kWarps * kQueryStride * 4 : 0);
+    return heads * terms_stride * 4 + (column_scales ? warps * kQueryStride * 4 : 0);
   }
 };
 
 template <typename Format, typename Staged>
-ReadShared ReadShared::of(int P, int window, int tokens, int heads, int teams, int folded_size) {
+ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size) {
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
-    return ReadShared(P, window, tokens, heads, teams, State::kSliceBytes, false, true,
+    return ReadShared(wide, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
                       State::template kQueryParts<Staged>, folded_size);
   } else {
-    return ReadShared(P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1, folded_size);
+    return ReadShared(wide, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
+                      folded_size);
   }
 }
 
@@ -117,12 +132,13 @@ struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
   int flush_spacing;            // of so many CTAs one folds, as a power of two
+  int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
   int x_ring_stride;            // from record to record of a head
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
-  Quotient heads;               // of a row
+  Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
   int state_bytes;              // of a head, as steps read it
@@ -142,14 +158,63 @@ __device__ inline char* hide_address(char* shared) {
   return static_cast<char*>(__cvta_shared_to_generic(address));
 }
 
-// Of a group: the parts that CTAs fold, a head for each team.
-__device__ inline uint32_t fold_chunks(const ReadParams& params, int team_bits) {
-  return static_cast<uint32_t>(params.heads_per_group + (kWarps >> team_bits) - 1) >> (kMaxTeamBits - team_bits);
+// The rows of a step that flush. Of few rows they are told by looking at all of them at once, which takes one access to
+// memory where the plan's header, its list and the row would take three, one after the other.
+struct FlushingRows {
+  const int32_t* listed;
+  uint32_t few;  // bits of rows, if there are at most 32
+  int count;
+
+  // For whole warps.
+  template <bool kFew>
+  __device__ static FlushingRows of(const ReadParams& params) {
+    const replayssm_plan_row* const planned = params.scan.planned;
+    FlushingRows rows{reinterpret_cast<const int32_t*>(planned + params.rows), 0, 0};
+    if (kFew && params.rows <= 32) {
+      const int lane = threadIdx.x % 32;
+      const replayssm_plan_row& row = planned[min(lane, params.rows - 1)];
+      const int32_t slot = row.slot, flags = row.flags;  // two loads, of which neither waits for the other
+      rows.few = __ballot_sync(~0u, lane < params.rows && slot >= 0 && flags & REPLAYSSM_ROW_FLUSH);
+      rows.count = __popc(rows.few);
+    } else {
+      rows.count = (reinterpret_cast<const replayssm_plan_header*>(planned) - 1)->num_flush;
+    }
+    return rows;
+  }
+  __device__ int operator[](int index) const {
+    if (few == 0) return listed[index];
+    uint32_t rest = few;
+#pragma unroll 1
+    for (; index > 0; --index) rest &= rest - 1;
+    return __ffs(rest) - 1;
+  }
+};
+
+// Brings what the host has given near, so that no access to it has to wait when others wait for that.
+__device__ inline void fetch_parameters(const ReadParams& params) {
+  constexpr int kLine = 64 / 4, kWords = sizeof(ReadParams) / 4;
+  const auto* const words = reinterpret_cast<const int*>(&params);
+  int first[(kWords + kLine - 1) / kLine];
+#pragma unroll
+  for (int i = 0; i < kWords; i += kLine) first[i / kLine] = words[i];
+#pragma unroll
+  for (int value : first) asm volatile("" ::"r"(value));
+}
+
+// Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
+__device__ inline uint32_t fold_chunks(const ReadParams& params, int bits) {
+  return static_cast<uint32_t>(params.heads_per_group + (1 << bits) - 1) >> bits;
 }
 
 // A CTA and its work: some heads of a group of one row, which it folds first or not.
-template <typename Format, typename Staged, bool kFolds, bool kSingle>
+template <typename Format, typename Staged, bool kFolds, bool kSingle, bool kWide>
 struct ReadCta {
+  static constexpr bool kKeeps = kFolds && kWide;  // one head, and what it reads then
+  static constexpr bool kPaired = !kFolds && kWide;
+  static constexpr int kWarpBits = kKeeps ? kWideWarpBits : cuda::kWarpBits;
+  static constexpr int kWarps = 1 << kWarpBits, kThreads = 32 * kWarps;
+  static constexpr int kTokenThreads = kThreads / kMaxCtaHeads;  // a thread has every so many-th token
+  static constexpr int kHalves = kKeeps ? 1 : 2;                 // of a slice, that a warp folds
   using State = StateOperand<Format>;
   static constexpr bool kPlain = kIsPlain<Format>;
   static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
@@ -181,8 +246,8 @@ struct ReadCta {
         problem(params.scan.problem),
         args(params.scan.args),
         layout(kFolds ? params.folding : params.stepping),
-        shared(hide_address(shared)),
-        tid(keep(threadIdx.x)),
+        shared(hide_address(shared + step_half() * layout.bytes)),
+        tid(keep(kPaired ? threadIdx.x % kThreads : threadIdx.x)),
         warp(__shfl_sync(~0u, tid / 32, 0)),  // the shuffle tells the compiler that a warp has one index
         lane(tid % 32),
         g(lane / 4),
@@ -200,6 +265,16 @@ struct ReadCta {
     own_slices = min(share, params.slices - first_slice);
   }
 
+  // Of the CTA, which half this is.
+  __device__ static int step_half() { return kPaired ? static_cast<int>(threadIdx.x) / kThreads : 0; }
+  __device__ void synchronise() const {
+    if constexpr (kPaired) {
+      asm volatile("barrier.sync %0, %1;" ::"r"(1 + step_half()), "n"(kThreads) : "memory");
+    } else {
+      __syncthreads();
+    }
+  }
+
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared + offset); }
   __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared + offset); }
   __device__ uint32_t* words(int offset) const { return reinterpret_cast<uint32_t*>(shared + offset); }
@@ -207,7 +282,9 @@ struct ReadCta {
   __device__ int x_at() const { return layout.x + team * layout.rows * layout.x_stride * 2; }
   __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
   __device__ Staged* new_b() const { return staged(layout.b) + history * kStride; }
-  __device__ char* state() const { return shared + layout.state + team * layout.state_bytes; }
+  // What steps read of the team's head, if it is quantised.
+  __device__ int state_at() const { return kKeeps ? layout.folded : layout.state + team * layout.state_bytes; }
+  __device__ char* state() const { return shared + state_at(); }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
   __device__ Barrier* slot_barrier(int slot) const {
     return reinterpret_cast<Barrier*>(shared + layout.barrier) + warp * kSlots + slot;
@@ -235,12 +312,23 @@ struct ReadCta {
     return section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
   }
 
+  // kKeeps: which heads the task-th part of those of the rows to flush are. Returns which of these rows has them.
+  __device__ int place(uint32_t task) {
+    const int index = params.heads(task), head = task - index * params.heads.divisor;
+    group = params.group_heads(head);
+    group_head = head - group * params.heads_per_group;
+    heads = 1;
+    return index;
+  }
+
   // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
-  __device__ bool take(uint32_t task) {
-    if (kFolds) {
-      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, team_bits);
+  __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
+    if (kKeeps) {
+      row_index = (*flushing)[task];  // as place() has said
+    } else if (kFolds) {
+      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, kWarpBits - team_bits);
       const uint32_t of_group = task / chunks, index = of_group / groups;
-      row_index = reinterpret_cast<const int32_t*>(params.scan.planned + params.rows)[index];
+      row_index = (*flushing)[index];
       group = of_group - index * groups;
       group_head = (task - of_group * chunks) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
@@ -267,6 +355,9 @@ struct ReadCta {
 
   // ---- copies ----
 
+  // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
+  __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
+
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
     const int part_row = tid / kRowParts, part_column = tid % kRowParts * 8;
@@ -278,15 +369,34 @@ struct ReadCta {
     }
     const int64_t first_token = row.first_token;
 #pragma unroll 1
-    for (int s = part_row; s < T; s += kRowsAtOnce) {
+    for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
       request_input(new_b() + s * kStride + part_column,
                     static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
                         group * args.B.stride[1] + part_column,
                     params.scan.b_aligned);
+      if (!kKeeps) {
+        request_input(staged(layout.c) + s * kStride + part_column,
+                      static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
+                          group * args.C.stride[1] + part_column,
+                      params.scan.c_aligned);
+      }
+    }
+#pragma unroll 1
+    for (int s = turned(2) / kRowParts; kKeeps && s < T; s += kRowsAtOnce) {
       request_input(staged(layout.c) + s * kStride + part_column,
                     static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
+    }
+    if (kKeeps) {
+      if (warp == 4) {
+        const float* const source = delta_ring(0);
+#pragma unroll 1
+        for (int i = lane; i < h; i += 32) {
+          request_4_bytes(floats(layout.delta) + i, source + ring_before(i) * params.heads_per_group);
+        }
+      }
+      return;
     }
     const int k = thread_head();
     if (k >= heads) return;
@@ -343,7 +453,7 @@ struct ReadCta {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
-      if (!kPlain) chunk = keep(layout.state + cta.team * layout.state_bytes);
+      if (!kPlain) chunk = keep(cta.state_at());
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
       history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
       out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
@@ -361,7 +471,7 @@ struct ReadCta {
       const int lane = cta.lane;
       const int column = State::query_column(lane / 2 % 4, lane / 8 * 4 + lane % 2 * 2),
                 copy = layout.scaled + cta.warp * kQueryStride * 4;
-      head_scale = keep(layout.state + cta.team * layout.state_bytes + cta.params.state_bytes - 16);
+      head_scale = keep(cta.state_at() + cta.params.state_bytes - 16);
       column_scales = keep(head_scale - N + column);
       query = keep(layout.query + 8 * lane);
       scaled = keep(copy + 8 * lane);
@@ -375,7 +485,9 @@ struct ReadCta {
 
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
-    if (!kPlain && has_state()) request_state(head.state);  // else it is zero, or comes slice by slice
+    // Else it is zero, there, or comes slice by slice.
+    if (!kPlain && has_state() && !kKeeps) request_state(head.state);
+    if (kKeeps) return;  // x is there
     Staged* target = staged(places.x);
     int position = row.ring_row - 1 - x_row;
 #pragma unroll 1
@@ -384,10 +496,13 @@ struct ReadCta {
       request_16_bytes(target, head.ring + position * params.x_ring_stride);
       target += x_rows * layout.x_stride, position -= x_rows;
     }
-    const Staged* source = head.new_x;
+    request_tokens(head.new_x, staged(places.new_x));
+  }
+  // x of the tokens. target: of the lane's first one.
+  __device__ void request_tokens(const Staged* source, Staged* target) const {
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
-      request_input(staged(places.new_x) + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      request_input(target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
       if (kSingle) break;
     }
   }
@@ -410,7 +525,7 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kPlain && has_state()) await(barrier(), parity);
+    if (!kPlain && has_state() && !kKeeps) await(barrier(), parity);
 #endif
   }
 
@@ -432,9 +547,10 @@ struct ReadCta {
       const int heads = cta.team >= cta.heads ? 0
                         : cta.team_bits > 0   ? 1
                                               : (cta.heads - cta.team + kWarps - 1) / kWarps;
-      left = cta.has_state() ? heads * own : 0;
+      left = cta.has_state() && !cta.kKeeps ? heads * own : 0;
       of_head = own;
-      places = keep(cta.layout.state + cta.warp * kSlots * kSliceBytes);
+      places = keep(cta.kKeeps ? cta.layout.folded + cta.first_slice * kSliceBytes
+                               : cta.layout.state + cta.warp * kSlots * kSliceBytes);
       barriers = keep(cta.layout.barrier + cta.warp * kSlots * 8);
     }
   };
@@ -474,11 +590,11 @@ struct ReadCta {
   // For a whole warp: the next slice, in registers.
   template <typename Places>
   __device__ State take_slice(Slices& slices, const Places& places) const {
-    if (has_state()) await(barrier_of(slices, slices.slot), slices.parity);
+    if (has_state() && !kKeeps) await(barrier_of(slices, slices.slot), slices.parity);
     const State state(slot_of(slices, slices.slot), places);
     __syncwarp();
     request_slice(slices, slices.slot);
-    if (++slices.slot == kSlots) slices.slot = 0, slices.parity ^= 1;
+    if (++slices.slot == kSlots && !kKeeps) slices.slot = 0, slices.parity ^= 1;
     return state;
   }
 
@@ -572,7 +688,7 @@ struct ReadCta {
   // A thread's head and its first token. Threads of the third warp begin, which has least to do.
   __device__ int thread_head() const { return tid % kMaxCtaHeads; }
   __device__ int thread_token() const { return (tid / kMaxCtaHeads + kTokenThreads / 2) % kTokenThreads; }
-  static constexpr int kThreadTokens = kSingle ? 1 : REPLAYSSM_MAX_STEP_TOKENS / kTokenThreads;
+  static constexpr int kThreadTokens = kSingle ? 1 : (REPLAYSSM_MAX_STEP_TOKENS + kTokenThreads - 1) / kTokenThreads;
 
   // The inputs of the thread's tokens.
   struct TokenInputs {
@@ -581,6 +697,7 @@ struct ReadCta {
   __device__ TokenInputs load_tokens() const {
     TokenInputs inputs;
     const int head = head_of(thread_head());
+    if (kKeeps) inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head_of(0));  // for all threads
     if (thread_head() >= heads || thread_token() >= T) return inputs;
 #pragma unroll
     for (int i = 0; i < kThreadTokens; ++i) {
@@ -591,7 +708,7 @@ struct ReadCta {
     }
     if (args.dt_bias.data) inputs.bias = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
     if (args.D.data) inputs.skip = load_bits(args.D.data, args.D.dtype, head);
-    inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head);
+    if (!kKeeps) inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head);
     return inputs;
   }
 
@@ -657,10 +774,13 @@ struct ReadCta {
     }
   }
 
+  // Of the k-th head that is folded: weights of its records, and behind them the decay.
+  __device__ float* fold_weights(int k) const { return floats(layout.v) + (kKeeps ? warp : k) * layout.delta_stride; }
+
   // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
   __device__ void prepare(const TokenInputs& inputs) const {
     await_groups<1>();
-    __syncthreads();
+    synchronise();
     if (group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
@@ -672,18 +792,24 @@ struct ReadCta {
     form_products();
     form_query();
     discretise(inputs);
-    __syncthreads();
+    if (kKeeps) {  // weigh_tokens() comes later; each warp weighs the history for itself
+      const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
+      const float decay = weigh_history(floats(layout.delta), rate, h, lane, fold_weights(0));
+      if (lane == 0) fold_weights(0)[layout.delta_stride - 1] = decay;
+      __syncwarp();
+      return;
+    }
+    synchronise();
     if (!kFolds) {
       weigh_records();
     } else if (warp < heads) {
-      const int at = warp * layout.delta_stride;
-      const float decay =
-          weigh_history(floats(layout.delta) + at, floats(layout.rate)[warp], h, lane, floats(layout.v) + at);
-      if (lane == 0) floats(layout.decay)[warp] = decay;
+      const float decay = weigh_history(floats(layout.delta) + warp * layout.delta_stride, floats(layout.rate)[warp], h,
+                                        lane, fold_weights(warp));
+      if (lane == 0) fold_weights(warp)[layout.delta_stride - 1] = decay;
     }
     weigh_tokens(inputs);
     if (!kFolds && team_bits > 0 && team < heads) await_head(0);
-    __syncthreads();
+    synchronise();
   }
 
   // ---- folding ----
@@ -695,7 +821,7 @@ struct ReadCta {
     const Staged* const ring =
         reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + record_of(head - head_of(0)) * P;
 #if __CUDA_ARCH__ >= 900
-    if (warp == 0 && elect_lane()) {
+    if (warp == (kKeeps ? 5 : 0) && elect_lane()) {
       arrive_expecting(fold_barrier(), bytes);
       if (bytes > 0) request_block(shared + layout.checkpoint, checkpoint(head), bytes, fold_barrier());
     }
@@ -720,29 +846,34 @@ struct ReadCta {
     await(fold_barrier(), parity);
 #else
     await_requests();
-    __syncthreads();
+    synchronise();
 #endif
   }
 
-  // B of the history in float32, and zeros to a multiple of 8 records.
-  __device__ void widen_history() const {
-    constexpr int kGroups = kThreads / (4 * kRowParts), kAtOnce = 2;  // groups of 8 records
+  // B of the history in float32, and zeros to a multiple of 8 records, by eight records at a time.
+  static constexpr int kWidened = 2;  // groups of 8 records that a thread has a share of at once,
+  static constexpr int kWideners = kThreads / (4 * kRowParts);  // among so many that have others
+  using RawHistory = uint4[kWidened][2];
+  __device__ void load_history(int first, RawHistory& raw) const {
     const int t = tid / kRowParts % 4, part = tid % kRowParts;
     const Staged* const ring = b_ring() + part * 8;
+#pragma unroll
+    for (int n = 0; n < kWidened; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int record = 8 * (first + n * kWideners) + 4 * i + t;
+        raw[n][i] =
+            record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
+      }
+  }
+  __device__ int first_widened() const { return tid / (4 * kRowParts); }
+  __device__ void widen_history(RawHistory& raw) const {  // with what first_widened() has loaded
+    const int t = tid / kRowParts % 4, part = tid % kRowParts;
 #pragma unroll 1
-    for (int first = tid / (4 * kRowParts); 8 * first < h; first += kAtOnce * kGroups) {
-      uint4 raw[kAtOnce][2];
+    for (int first = first_widened(); 8 * first < h;) {
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int record = 8 * (first + n * kGroups) + 4 * i + t;
-          raw[n][i] =
-              record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int group_of_8 = first + n * kGroups;
+      for (int n = 0; n < kWidened; ++n) {
+        const int group_of_8 = first + n * kWideners;
         if (8 * group_of_8 >= h) continue;
         float value[2][8];
         for (int i = 0; i < 2; ++i) Packed<Staged>::unpack(raw[n][i], value[i]);
@@ -752,12 +883,18 @@ struct ReadCta {
           target[j] = make_float4(value[0][2 * j], value[1][2 * j], value[0][2 * j + 1], value[1][2 * j + 1]);
         }
       }
+      first += kWidened * kWideners;
+      if (8 * first < h) load_history(first, raw);
     }
   }
 
-  __device__ void load_stored(int slice, SlicePart& state) const {
+  // The first of the warp's halves of slices, and which of kSlicesAtOnce slices it folds.
+  __device__ int fold_half() const { return kHalves == 1 ? warp / kSlicesAtOnce : 0; }
+  __device__ int fold_index() const { return warp % kSlicesAtOnce; }
+
+  __device__ void load_stored(int slice, SlicePart<kHalves>& state) const {
     const char* const slices = shared + layout.checkpoint;
-    const int at = slice * kSliceWidth * N;
+    const int at = slice * kSliceWidth * N + fold_half() * (N / 2);
     if constexpr (kPlain) {
       load_slice(reinterpret_cast<const Format*>(slices) + at, lane, state);
     } else if (problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32) {
@@ -769,50 +906,75 @@ struct ReadCta {
     }
   }
 
+  // Of the lane-th head.
+  __device__ RoundingKey fold_keys() const {
+    const StateOwner owner{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
+                           row_index, row.stream,        row.writes};
+    return owner.key();
+  }
+
   // The state of a slice of the k-th head.
-  __device__ __forceinline__ void form_slice(int k, int slice, SlicePart& state) const {
+  __device__ __forceinline__ void form_slice(int k, int slice, SlicePart<kHalves>& state) const {
     if (stored_before) {
       load_stored(slice, state);
     } else {
 #pragma unroll
-      for (float& value : reinterpret_cast<float (&)[4 * kBlock]>(state)) value = 0.0f;
+      for (float& value : reinterpret_cast<float (&)[2 * kHalves * kBlock]>(state)) value = 0.0f;
     }
     const int P = problem.geometry.head_dim;
-    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0),
-               floats(layout.v) + k * layout.delta_stride, floats(layout.decay)[k], h, lane, params.tf32_mask);
+    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0) + fold_half() * N,
+               fold_weights(k), fold_weights(k)[layout.delta_stride - 1], h, lane, params.tf32_mask);
+  }
+
+  // What one warp has put where `folded` is, to global memory.
+  __device__ void send_folded(char* target, int offset, int bytes) const {
+    finish_stores_before_blocks();
+    __syncwarp();
+#if __CUDA_ARCH__ >= 900
+    if (elect_lane()) send_block(target + offset, shared + layout.folded + offset, bytes);
+#else
+    for (int i = offset + lane * 16; i < offset + bytes; i += 512) {
+      *reinterpret_cast<uint4*>(target + i) = *reinterpret_cast<const uint4*>(shared + layout.folded + i);
+    }
+#endif
+  }
+  __device__ void await_folded_read() const {
+    if (elect_lane()) await_blocks_read();
+    __syncwarp();
   }
 
   // Plain checkpoints, of which steps read what is stored.
-  __device__ __forceinline__ void fold_plain_heads() const {
-    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
+  __device__ __forceinline__ void fold_plain_heads(const TokenInputs& inputs, RoundingKey keys) const {
+    const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
     const bool stochastic = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR;
-    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
-                             row_index, row.stream,        row.writes};
-    const RoundingKey keys = of_lane.key();  // of the lane-th head
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
       const int head = head_of(k);
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = true;
       await_fold(k % 2);
-#pragma unroll 1
-      for (int slice = min(warp, params.slices - 1);;) {  // a warp that has none does the last one too: the same bits
-        SlicePart state;
+      int slice = min(fold_index(), params.slices - 1);  // a warp that has none does the last one too: the same bits
+      while (true) {
+        SlicePart<kHalves> state;
         form_slice(k, slice, state);
-        if (together && k + 1 < heads) {
-          __syncthreads();
-          request_fold(head + 1);
+        if (!kKeeps) await_folded_read();
+        if (together && (kKeeps || heads > 1)) {
+          synchronise();  // two warps may have read, or sent, what either stores in its place
+          if (kKeeps) weigh_tokens(inputs);
+          if (k + 1 < heads) request_fold(head + 1);
         }
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
           const int p = slice * kSliceWidth + 2 * g + i;
-          Format* const target = reinterpret_cast<Format*>(checkpoint(head)) + p * N + column_of(lane, 0);
-          const float amax = larger_magnitude(larger_magnitude(state[0][0]), larger_magnitude(state[0][1]));
+          const int column = column_of(lane, fold_half());
+          Format* const target = reinterpret_cast<Format*>(shared + layout.folded) + p * N + column;
+          float amax = larger_magnitude(state[0][0]);
+          if (kHalves > 1) amax = larger_magnitude(amax, larger_magnitude(state[0][kHalves - 1]));
           if (std::is_same_v<Format, __half> && stochastic) {
             const bool moderate = amax < 65472.0f;
             if constexpr (std::is_same_v<Format, __half>) {
-              store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
-              if (!moderate) finite = finite && is_stored_finite(target);
+              store_stochastic(state[0], key, row.writes, p, column, target, moderate);
+              if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
             }
           } else {
             store_nearest(state[0], target);
@@ -821,17 +983,22 @@ struct ReadCta {
           if (i > 0) break;
           take_second_row(state);
         }
-        slice += kWarps;
+        if (!kKeeps) send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
+        slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
       }
       finish_fold(head, finite, !together && k + 1 < heads);
     }
+    if (kKeeps && !together) {
+      synchronise();
+      weigh_tokens(inputs);
+    }
   }
 
   // The lane's second row of a slice in the place of its first.
-  __device__ static void take_second_row(SlicePart& state) {
+  __device__ static void take_second_row(SlicePart<kHalves>& state) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b)
+    for (int b = 0; b < kHalves; ++b)
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
   }
@@ -843,28 +1010,25 @@ struct ReadCta {
       owner.report_not_finite();
     }
     if (next_waits) {
-      __syncthreads();
+      synchronise();
       request_fold(head + 1);
     }
   }
 
   // With a read copy, of which steps read what is cast.
-  __device__ __forceinline__ void fold_heads() const {
+  __device__ __forceinline__ void fold_heads(const TokenInputs& inputs, RoundingKey keys) const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
-    const bool together = params.slices <= kWarps;  // a head's slices are in registers all at once
-    const StateOwner of_lane{problem,   params.scan.layer, params.scan.error, head_of(min(lane, heads - 1)),
-                             row_index, row.stream,        row.writes};
-    const RoundingKey keys = of_lane.key();  // of the lane-th head
+    const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
     // A warp that has none of its own does the last one too: the same bits, to the same places. (A path on which
     // nothing is formed would keep registers for it.)
-    const int first_slice = min(warp, params.slices - 1);
-    const int last_slice = first_slice + (params.slices - 1 - first_slice) / kWarps * kWarps;
+    const int first_slice = min(fold_index(), params.slices - 1);
+    const int last_slice = first_slice + (params.slices - 1 - first_slice) / kSlicesAtOnce * kSlicesAtOnce;
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
       const int head = head_of(k);
       await_fold(k % 2);
-      SlicePart state;
+      SlicePart<kHalves> state;
       float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
       float of_lane_amax = 0.0f;
       int slice = last_slice;
@@ -877,11 +1041,11 @@ struct ReadCta {
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
 #pragma unroll
-          for (int b = 0; b < 4; ++b) {
-            of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[b / 2][b % 2]));
+          for (int b = 0; b < 2 * kHalves; ++b) {
+            of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[b / kHalves][b % kHalves]));
           }
         }
-        slice -= kWarps;
+        slice -= kSlicesAtOnce;
       } while (slice >= first_slice);
       if constexpr (State::kColumnScales) {
         __syncwarp();
@@ -890,29 +1054,34 @@ struct ReadCta {
       }
       const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
       if (lane == 0) words(layout.warp_max)[warp] = of_warp;
-      __syncthreads();
+      synchronise();
       uint32_t head_amax = 0;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
-      char* const copy = read_copy(head);
+      char* const copy = kKeeps ? shared + layout.folded : read_copy(head);
       const float head_scale = store_scales(copy, head_amax);
-      finish_stores_before_blocks();
-      __syncthreads();
-      if (together && k + 1 < heads) request_fold(head + 1);
+      if (kKeeps) {
+        weigh_tokens(inputs);  // by warps that have no scales of columns
+      } else {
+        finish_stores_before_blocks();
+        synchronise();
+        if (together && k + 1 < heads) request_fold(head + 1);
+      }
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = head_amax < infinite_from(checkpoint_format);
-      const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse)};
+      const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse) + fold_half() * (N / 2)};
       slice = first_slice;
       while (true) {
         int p = slice * kSliceWidth + 2 * g;
-        char* stored = checkpoint(head) + (p * N + column_of(lane, 0)) * stored_size;
+        const int column = column_of(lane, fold_half());
+        char* stored = checkpoint(head) + (p * N + column) * stored_size;
 #pragma unroll 1
         for (int i = 0; i < 2; ++i, ++p, stored += N * stored_size) {  // a loop, for the instruction cache
           if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
             const bool moderate = head_amax < float_bits(65472.0f);
             __half* const target = reinterpret_cast<__half*>(stored);
-            store_stochastic(state[0], key, row.writes, p, lane, target, moderate);
-            if (!moderate) finite = finite && is_stored_finite(target);
+            store_stochastic(state[0], key, row.writes, p, column, target, moderate);
+            if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
             store_nearest(state[0], reinterpret_cast<float*>(stored));
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
@@ -920,11 +1089,12 @@ struct ReadCta {
           } else {
             store_nearest(state[0], reinterpret_cast<__half*>(stored));
           }
-          cast_row<Format>(state[0], p, lane, cast);
+          if (kKeeps && i == 0 && slice == first_slice) synchronise();  // only now: scales of columns are needed
+          cast_row<Format>(state[0], p, fold_half(), lane, cast);
           if (i > 0) break;
           take_second_row(state);
         }
-        slice += kWarps;
+        slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
         form_slice(k, slice, state);
       }
@@ -943,14 +1113,20 @@ struct ReadCta {
         *reinterpret_cast<uint4*>(copy + chunk.head_scale()) = make_uint4(float_bits(head_scale), 0, 0, 0);
       }
       if constexpr (Format::kColumnScales) {
-        static_assert(N == kThreads);
-        float amax = 0.0f;
+        static_assert(kThreads >= N);
+        if (tid < N) {
+          // What warps have put into their scratch: of all columns or, twice, of a half.
+          float amax = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i)
-          amax = larger_magnitude(amax, floats(layout.scratch + i * layout.scratch_stride)[tid]);
-        const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
-        copy[chunk.column_scales() + tid] = static_cast<char>(scale);
-        floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+          for (int i = 0; i < kWarps; ++i) {
+            const int of_half = kHalves == 1 ? tid / 64 * kSlicesAtOnce + i % kSlicesAtOnce : i;
+            const int index = kHalves == 1 ? tid % 64 + i / kSlicesAtOnce * 64 : tid;
+            amax = larger_magnitude(amax, floats(layout.scratch + of_half * layout.scratch_stride)[index]);
+          }
+          const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
+          copy[chunk.column_scales() + tid] = static_cast<char>(scale);
+          floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+        }
       }
       return head_scale;
     }
@@ -1317,7 +1493,22 @@ struct ReadCta {
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
     if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
     finish_stores_before_blocks();
-    __syncwarp();
+    if (kFolds) {
+      synchronise();  // all threads arrive at fold_barrier()
+    } else {
+      __syncwarp();
+    }
+  }
+
+  // Of a CTA that folds, when it has done so: the next task makes anew what set_up() has made.
+  __device__ __forceinline__ void end() const {
+    synchronise();
+    if (kPlain && lane < kSlots) end_barrier(slot_barrier(lane));
+    if (member == 0 && lane == 0) {
+      if (!kPlain) end_barrier(barrier());
+      if (team == 0) end_barrier(fold_barrier());
+    }
+    synchronise();
   }
 
   // What precedes a group's heads.
@@ -1329,27 +1520,47 @@ struct ReadCta {
     }
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
+    if (kKeeps) {
+      request_tokens(Head(*this, 0).new_x, staged(new_x_at()) + (kSingle ? 0 : x_row) * layout.x_stride + x_column);
+    }
     close_group();
   }
 
   // All of it, up to the state of the heads.
   __device__ __forceinline__ void fold() const {
-    set_up();
+    RawHistory raw;
+    if (kKeeps) load_history(first_widened(), raw);
     begin();
     for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
     }
     close_group();
     const TokenInputs inputs = load_tokens();
-    widen_history();
+    RoundingKey keys{};
+    if (kKeeps) keys = fold_keys();
+    if (!kKeeps) load_history(first_widened(), raw);
+    widen_history(raw);
     prepare(inputs);
+    if (!kKeeps) keys = fold_keys();
     if constexpr (kPlain) {
-      fold_plain_heads();
+      fold_plain_heads(inputs, keys);
     } else {
-      fold_heads();
+      fold_heads(inputs, keys);
     }
-    finish_writes_before_blocks();
-    __syncthreads();
+    if (kKeeps) {
+      finish_stores_before_blocks();
+    } else {
+      if (kPlain && elect_lane()) await_blocks_stored();
+      finish_writes_before_blocks();
+    }
+    synchronise();
+    if (kKeeps && warp == kWarps - 1) {
+      if (kPlain) {
+        send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
+      } else {
+        send_folded(read_copy(head_of(0)), 0, params.state_bytes);
+      }
+    }
   }
 
   // All of it or, if the CTA folds, what is left to do.
@@ -1368,9 +1579,9 @@ struct ReadCta {
     close_group();
     if constexpr (!kFolds) {
       prepare(load_tokens());
-    } else if (team_bits > 0) {
+    } else if (team_bits > 0 && !kKeeps) {
       if (team < heads) await_head(0);
-      __syncthreads();
+      synchronise();
     }
     int parity = 0, terms = places.terms;
 #pragma unroll 1
@@ -1399,15 +1610,7 @@ struct ReadCta {
       request_head(head, places);
       close_group();
     }
-    if constexpr (kFolds) {  // the next task makes them anew
-      __syncthreads();
-      if (kPlain && lane < kSlots) end_barrier(slot_barrier(lane));
-      if (member == 0 && lane == 0) {
-        if (!kPlain) end_barrier(barrier());
-        if (team == 0) end_barrier(fold_barrier());
-      }
-      __syncthreads();
-    }
+    if (kKeeps && elect_lane()) await_blocks_read();
   }
 };
 

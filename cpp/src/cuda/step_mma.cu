@@ -227,9 +227,8 @@ struct Slice {
     finish_stores_before_blocks();
     __syncwarp();
     if (elect_lane()) {
-      store_block(target, base, kHalfBytes);
-      store_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
-      close_blocks();
+      send_block(target, base, kHalfBytes);
+      send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
     }
 #endif
   }

@@ -40,6 +40,10 @@
 //     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
 //     step_mma.cu does, casts it to its read copy (head_fold.cuh) if there is one, and goes on as above with what it
 //     has stored. Steps and flushes don't wait for each other.
+//  6. In small batches a step takes as long as one row needs to flush, and that is mostly one instruction after the
+//     other. Then CTAs have twice the warps. One that folds has one head: two warps share a slice, each has half of its
+//     columns, what is to be stored and read again stays in shared memory, and what can be done before the kernel
+//     before has ended is. One that steps is two as above, side by side.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
@@ -52,48 +56,92 @@ namespace {
 
 constexpr int kCtasPerSm = 4;
 
-// kSingle: rows have one token at most. That changes no bit: the same operations, but for the loops around them.
-template <typename Format, typename Staged, bool kSingle>
-__global__ __launch_bounds__(kThreads, kCtasPerSm) void step_read_kernel(const __grid_constant__ ReadParams params) {
+// The heads of rows that flush, by wide CTAs, one after the other.
+template <typename Cta>
+__device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* shared, int number) {
+  Cta cta(params, shared, Cta::kWarpBits);
+  cta.set_up();
+  int index = cta.place(number);
+  await_previous();
+  const auto flushing = FlushingRows::of<true>(params);
+  const uint32_t tasks = flushing.count * params.heads.divisor;
+#pragma unroll 1
+  for (uint32_t task = number; task < tasks;) {
+    if (cta.take(index, &flushing)) {
+      cta.fold();
+      cta.run();
+    }
+    task += params.flush_ctas;
+    if (task >= tasks) break;
+    cta.end();
+    cta.set_up();
+    index = cta.place(task);
+  }
+}
+
+// The same by other CTAs, some heads of a group at a time.
+template <typename Cta>
+__device__ __forceinline__ void fold_together(const ReadParams& params, char* shared, int number) {
+  await_previous();
+  const auto flushing = FlushingRows::of<false>(params);
+  // A head for each warp, if there are enough for all CTAs.
+  const uint32_t flushed_heads = flushing.count * params.heads.divisor;
+  int team_bits = kWarpBits;
+  while (team_bits > params.fold_team_bits && flushed_heads >> (kWarpBits - team_bits) > params.flush_ctas) {
+    --team_bits;
+  }
+  const uint32_t chunks = fold_chunks(params, kWarpBits - team_bits),
+                 tasks = flushing.count * params.scan.problem.geometry.num_groups * chunks;
+#pragma unroll 1
+  for (uint32_t task = number; task < tasks; task += params.flush_ctas) {
+    Cta folding(params, shared, team_bits);
+    if (!folding.take(task, &flushing)) continue;
+    folding.set_up();
+    folding.fold();
+    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
+    reading.take(task, &flushing);
+    reading.run();
+    reading.end();
+  }
+}
+
+// kSingle: rows have one token at most. That changes no bit: the same operations, but for the loops around them. Nor do
+// wide CTAs.
+template <typename Format, typename Staged, bool kSingle, bool kWide>
+__global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
+                             kWide ? kCtasPerSm / 2
+                                   : kCtasPerSm) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
   // What the CTAs that step will begin with. Which of them fetches what does not matter to the L2.
-  const int fetched = threadIdx.x - (kThreads - 32);
-  if (blockIdx.x < params.fetches && fetched >= 0 && fetched < params.cta_heads) {
+  const int fetches = blockIdx.x * (kWide ? 2 : 1) + threadIdx.x / kThreads;
+  const int fetched = threadIdx.x % kThreads - (kThreads - 32);
+  if (fetches < params.fetches && fetched >= 0 && fetched < params.cta_heads) {
     const Problem& problem = params.scan.problem;
     const bool copy = problem.read_copy_head_bytes > 0;
     fetch_head(params.scan, copy ? params.scan.layer.read_copy : params.scan.layer.checkpoint,
                copy ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes,
-               blockIdx.x * params.cta_heads + fetched, 0, params.state_bytes);
+               fetches * params.cta_heads + fetched, 0, params.state_bytes);
   }
+  if (kWide) fetch_parameters(params);
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
   const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
   const bool among = before < params.flush_ctas;
   if (!among || before << spacing != blockIdx.x) {
-    ReadCta<Format, Staged, false, kSingle> cta(params, shared, params.team_bits);
+    using Cta = ReadCta<Format, Staged, false, kSingle, kWide>;
+    const int task = blockIdx.x - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
+    if (kWide && task >= params.step_tasks) return;
+    Cta cta(params, shared, params.team_bits);
     cta.set_up();
     await_previous();
-    if (cta.take(blockIdx.x - (among ? before + 1 : params.flush_ctas))) cta.run();
+    if (cta.take(task)) cta.run();
     return;
   }
-  await_previous();
-  const auto* header = reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1;
-  // A head for each warp, if there are enough for all CTAs.
-  const uint32_t flushed_heads = header->num_flush * params.heads.divisor;
-  int team_bits = kMaxTeamBits;
-  while (team_bits > params.fold_team_bits && flushed_heads >> (kMaxTeamBits - team_bits) > params.flush_ctas) {
-    --team_bits;
-  }
-  const uint32_t tasks = header->num_flush * params.scan.problem.geometry.num_groups * fold_chunks(params, team_bits);
-#pragma unroll 1
-  for (uint32_t task = before; task < tasks; task += params.flush_ctas) {
-    using Cta = ReadCta<Format, Staged, true, kSingle>;
-    Cta folding(params, shared, team_bits);
-    if (!folding.take(task)) continue;
-    folding.fold();
-    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
-    reading.take(task);
-    reading.run();
+  using Cta = ReadCta<Format, Staged, true, kSingle, kWide>;
+  if constexpr (kWide) {
+    fold_one_by_one<Cta>(params, shared, before);
+  } else {
+    fold_together<Cta>(params, shared, before);
   }
 }
 
@@ -101,12 +149,25 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm) void step_read_kernel(const _
 
 using ReadKernel = void(ReadParams);
 
-template <typename Format>
+template <typename Format, bool kWide>
 ReadKernel* choose_read(int activation, bool single) {
   if (activation == REPLAYSSM_BF16) {
-    return single ? step_read_kernel<Format, __nv_bfloat16, true> : step_read_kernel<Format, __nv_bfloat16, false>;
+    return single ? step_read_kernel<Format, __nv_bfloat16, true, kWide>
+                  : step_read_kernel<Format, __nv_bfloat16, false, kWide>;
   }
-  return single ? step_read_kernel<Format, __half, true> : step_read_kernel<Format, __half, false>;
+  return single ? step_read_kernel<Format, __half, true, kWide> : step_read_kernel<Format, __half, false, kWide>;
+}
+
+// FP8 has scales of rows, which two warps would have to share.
+template <typename Format>
+constexpr bool kCanBeWide = !std::is_same_v<Format, Fp8>;
+
+template <typename Format>
+ReadKernel* choose_read(int activation, bool single, bool wide) {
+  if constexpr (kCanBeWide<Format>) {
+    if (wide) return choose_read<Format, true>(activation, single);
+  }
+  return choose_read<Format, false>(activation, single);
 }
 
 // Whether steps read a plain checkpoint of 16 bits a value. (Those that flush more often are faster in step_mma.cu.)
@@ -136,24 +197,31 @@ auto with_read_format(const replayssm_config& config, F&& f) {
 constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
-constexpr int kFetchesPerSm = 4;              // CTAs, up to which all have the L2 fetch states ahead
+constexpr int kSms = 132;
+constexpr int kFetchesPerSm = 4;  // of CTAs' states, up to which the L2 fetches them ahead
+// CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
+constexpr int kFewHeads = 2048;
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
-int most_flush_ctas(const replayssm_config& config, int64_t row_heads) {
-  return is_plain(config) || row_heads < 8192 ? 264 : 528;
+int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
+  return wide ? kSms : is_plain(config) || row_heads < 8192 ? 2 * kSms : 4 * kSms;
+}
+
+bool can_be_wide(const replayssm_config& config) {
+  return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
 
 // Of so many of the first CTAs one folds, as a power of two. Steps from plain checkpoints wait for memory, those from
 // read copies for instructions, as folds do.
 int most_flush_spacing(const replayssm_config& config) { return is_plain(config) ? 2 : 0; }
 
-ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, bool folds) {
+ReadShared lay_out(const Problem& problem, bool wide, int tokens, int heads, int teams, bool folds) {
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
     const int size = !folds ? 0 : problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const int P = problem.geometry.head_dim, window = problem.config.window;
     return problem.config.activation == REPLAYSSM_BF16
-               ? ReadShared::of<Format, __nv_bfloat16>(P, window, tokens, heads, teams, size)
-               : ReadShared::of<Format, __half>(P, window, tokens, heads, teams, size);
+               ? ReadShared::of<Format, __nv_bfloat16>(wide, P, window, tokens, heads, teams, size)
+               : ReadShared::of<Format, __half>(wide, P, window, tokens, heads, teams, size);
   });
 }
 
@@ -162,12 +230,12 @@ ReadShared lay_out(const Problem& problem, int tokens, int heads, int teams, boo
 bool has_step_read(const Problem& problem) {
   const bool quantised = problem.read_copy_head_bytes > 0 || problem.config.checkpoint > REPLAYSSM_CHECKPOINT_FP16_SR;
   return has_mma_fold(problem) && (quantised || is_plain(problem.config)) &&
-         lay_out(problem, problem.config.max_step_tokens, 1, 1, false).bytes <= kSharedLimit;
+         lay_out(problem, false, problem.config.max_step_tokens, 1, 1, false).bytes <= kSharedLimit;
 }
 
 bool has_fused_step_read(const Problem& problem) {
   return has_step_read(problem) && problem.config.checkpoint <= REPLAYSSM_CHECKPOINT_FP16_SR &&
-         lay_out(problem, problem.config.max_step_tokens, 1, 1, true).bytes <= kSharedLimit;
+         lay_out(problem, false, problem.config.max_step_tokens, 1, 1, true).bytes <= kSharedLimit;
 }
 
 replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {
@@ -178,12 +246,11 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   ReadParams params{};
   params.scan = scan;
   params.rows = rows;
-  params.flush_ctas =
-      folds ? static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads), row_heads)) : 0;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
   params.x_ring_stride = params.heads_per_group * g.head_dim;
   params.heads = Quotient(g.num_heads);
+  params.group_heads = Quotient(params.heads_per_group);
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
@@ -194,7 +261,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   int64_t ctas = 0;
-  auto bytes = [&](int heads) { return lay_out(problem, scan.args.max_count, heads, kWarps, false).bytes; };
+  auto bytes = [&](int heads) { return lay_out(problem, false, scan.args.max_count, heads, kWarps, false).bytes; };
   // Plain checkpoints, most of which is slices, are read by CTAs of many heads where these leave room for but one
   // other.
   const bool fits = bytes(std::min(kMaxCtaHeads, round_up(params.heads_per_group, kWarps))) <= kManyHeadsShared;
@@ -205,10 +272,10 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.cta_heads = heads;
     params.chunks = Quotient(chunks);
     params.ctas = Quotient(g.num_groups * chunks);
-    params.stepping = lay_out(problem, scan.args.max_count, heads, kWarps >> bits, false);
+    params.stepping = lay_out(problem, false, scan.args.max_count, heads, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };
-  for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
+  for (int bits = 0; bits <= kWarpBits; ++bits) {
     share(kWarps >> bits, bits);
     if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && params.cta_heads <= params.heads_per_group) {
       break;
@@ -218,27 +285,43 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
          ctas >= 2 * kEnoughCtas && bytes(2 * params.cta_heads) <= limit) {
     share(2 * params.cta_heads, 0);
   }
-  params.fold_team_bits = kMaxTeamBits;
-  params.folding = lay_out(problem, scan.args.max_count, 1, 1, folds);
+  params.fold_team_bits = kWarpBits;
+  params.folding = lay_out(problem, false, scan.args.max_count, 1, 1, folds);
   while (folds && params.fold_team_bits > 0 && kWarps >> params.fold_team_bits < params.heads_per_group) {
     const int heads = kWarps >> (params.fold_team_bits - 1);
-    const ReadShared more = lay_out(problem, scan.args.max_count, heads, heads, true);
+    const ReadShared more = lay_out(problem, false, scan.args.max_count, heads, heads, true);
     const bool fits = more.bytes <= std::max(kManyFoldedShared, params.stepping.bytes);
     if (more.bytes > kSharedLimit || (!fits && params.folding.bytes <= kManyFoldedShared)) break;
     --params.fold_team_bits;
     params.folding = more;
   }
+  const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
+  const bool wide = folds && row_heads < kFewHeads && can_be_wide(problem.config) &&
+                    wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
+  params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
+  if (wide) {
+    params.folding = wide_folding;
+    ctas =
+        std::max((ctas + 1) / 2, std::min<int64_t>(ctas, kSms));  // a half has an SM for itself as long as there is one
+  }
+  params.step_ctas = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
+  if (folds) {
+    params.flush_ctas =
+        static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads, wide), row_heads));
+  }
   while (params.flush_spacing < most_flush_spacing(problem.config) &&
          static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
     ++params.flush_spacing;
   }
-  const int shared = std::max(params.stepping.bytes, params.folding.bytes);
+  const int halves = wide ? 2 : 1, shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
   // Later CTAs find the kernel before ended, and where there are some, fetching is worth less than what it delays.
-  const bool all_at_once = ctas <= int64_t{kFetchesPerSm} * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
-  params.fetches = all_at_once ? static_cast<int>(row_heads / params.cta_heads) : 0;
+  const int at_once = kFetchesPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  params.fetches = params.step_tasks <= at_once ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
-    return launch_early("step", choose_read<decltype(format)>(problem.config.activation, scan.args.max_count == 1),
-                        row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, kThreads, shared, exec, params);
+    using Format = decltype(format);
+    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, wide),
+                        row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, halves * kThreads, shared, exec,
+                        params);
   });
 }
 
@@ -252,15 +335,17 @@ cudaError_t load_step_read_kernels() {
                                 {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_E2M2}};
   for (const auto& format : formats) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (bool single : {false, true}) {
-        config.checkpoint = format[0], config.read_copy = format[1];
-        ReadKernel* const kernel =
-            with_read_format(config, [&](auto format) { return choose_read<decltype(format)>(activation, single); });
-        cudaError_t error = load_kernel(kernel);
-        if (error == cudaSuccess) {
-          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+      for (bool wide : {false, true}) {
+        for (bool single : {false, true}) {
+          config.checkpoint = format[0], config.read_copy = format[1];
+          ReadKernel* const kernel = with_read_format(
+              config, [&](auto format) { return choose_read<decltype(format)>(activation, single, wide); });
+          cudaError_t error = load_kernel(kernel);
+          if (error == cudaSuccess) {
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+          }
+          if (error != cudaSuccess) return error;
         }
-        if (error != cudaSuccess) return error;
       }
     }
   }
