@@ -1316,7 +1316,11 @@ struct ReadCta {
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
     if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
     finish_stores_before_blocks();
-    __syncwarp();
+    if (kFolds) {
+      __syncthreads();  // all threads arrive at fold_barrier()
+    } else {
+      __syncwarp();
+    }
   }
 
   // What precedes a group's heads.
