@@ -200,12 +200,12 @@ constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 constexpr int kSms = 132;
 constexpr int kFetchesPerSm = 4;  // of CTAs' states, up to which the L2 fetches them ahead
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
-constexpr int kFewHeads = 2048;
+int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
-  return wide ? kSms : is_plain(config) || row_heads < 8192 ? 2 * kSms : 4 * kSms;
+  if (wide) return kSms;
+  return row_heads < (is_plain(config) ? 32768 : 8192) ? 2 * kSms : 4 * kSms;
 }
-
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
@@ -296,7 +296,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.folding = more;
   }
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
-  const bool wide = folds && row_heads < kFewHeads && can_be_wide(problem.config) &&
+  const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
