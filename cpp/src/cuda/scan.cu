@@ -11,8 +11,8 @@
 // once a tile. Records that the slot still holds are folded first, on the CUDA cores (records.cuh). The state is cast
 // to the stored formats once, after the last token.
 //
-// conventional_step. The classical decode kernel: a CTA owns a (row, head) or part of its rows, and a thread asks for all
-// it needs at once (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or
+// conventional_step. The classical decode kernel: a CTA owns a (row, head) or part of its rows, and a thread asks for
+// all it needs at once (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or
 // barriers. For the tuned set all of it is in flight. More than one token a row: the same loop again, the state staying
 // in registers; the next token's inputs are asked for before this one's sums and stores.
 //
