@@ -11,10 +11,10 @@
 // once a tile. Records that the slot still holds are folded first, on the CUDA cores (records.cuh). The state is cast
 // to the stored formats once, after the last token.
 //
-// conventional_step. The classical decode kernel: a CTA owns a (row, head), and a thread asks for all it needs at once
-// (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or barriers. For the tuned
-// set the whole head is in flight. More than one token a row: the same loop again, the state staying in registers; the
-// next token's inputs are asked for before this one's sums and stores.
+// conventional_step. The classical decode kernel: a CTA owns a (row, head) or part of its rows, and a thread asks for
+// all it needs at once (its part of the state, 16 bytes a load, and its columns of B and C) without shared memory or
+// barriers. For the tuned set all of it is in flight. More than one token a row: the same loop again, the state staying
+// in registers; the next token's inputs are asked for before this one's sums and stores.
 //
 // conventional_verify. The same kernel, which stores the state after every token, as a snapshot, instead of after the
 // last one. A row begins with the snapshot that the last commit left live. It may overwrite that one: a thread reads

@@ -829,7 +829,7 @@ __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(cons
   let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
-if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
+  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
   await_previous();
   cta.find_jobs();
   if (warp == 0) {
