@@ -435,8 +435,8 @@ struct ReadCta {
     }
     __device__ void advance(const ReadParams& params) {  // where warps have a head each
       state += params.advance.state;
-      ring += params.advance.ring;
-      new_x += params.advance.new_x;
+      ring = keep(ring + params.advance.ring);
+      new_x = keep(new_x + params.advance.new_x);
       out += params.advance.out;
     }
   };
@@ -1182,10 +1182,19 @@ struct ReadCta {
     }
   }
 
+  // Once the last that is needed of a head is in registers: the warp's next takes its place.
+  __device__ __forceinline__ void take_next(Head& head, const Places& places, bool last) const {
+    if (last) return;
+    head.advance(params);
+    __syncwarp();
+    request_head(head, places);
+    close_group();
+  }
+
   // The output of a row's only token from a quantised head, which is there; for a whole warp, which takes the slices
-  // that are its own.
+  // that are its own. last: it reads no other after that.
   __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
-                                             Staged* out) const {
+                                             Head& head, bool last) const {
     constexpr uint32_t kUpper = 0xffff0000u;
     const int tiles = (history + 15) / 16;
     scale_query(of_query);
@@ -1216,9 +1225,12 @@ struct ReadCta {
     int history_x[2] = {places.history_x[0], places.history_x[1]};
     const Staged* new_x = staged(places.out_x);
     typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
+    Staged* out = head.out;
 
 #pragma unroll 1
     for (int slice = 0; slice < own_slices; slice += kAtOnce) {
+      const bool stores = kAtOnce == 1 ? t % 2 == 0 : slice + t % 2 < own_slices;
+      State state[kAtOnce];
       float y[kAtOnce][4] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -1235,17 +1247,23 @@ struct ReadCta {
           const HistoryOperand<Staged> x(staged(history_at(i)) + (slice + j) * kSliceWidth);
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
-        float sum[2][4] = {}, products[4];
-        const State codes(source);
-        multiply_blocks(codes, query, sum);
-        codes.scale(sum[0], sum[1], products);
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) y[j][i] = fmaf(products[i], factor, y[j][i]);
-        source.advance();
+        state[j] = State(source, j);
       }
-      const bool stores = kAtOnce == 1 ? t % 2 == 0 : slice + t % 2 < own_slices;
-      const float sum = __fmul_rn(sum_over_quad(y, t), since);
-      if (stores) store_scalar(out, kDtypeOf<Staged>, 0, fmaf(u, static_cast<float>(*new_x), sum));
+      const float own_x = stores ? static_cast<float>(*new_x) : 0.0f;
+      if (slice + kAtOnce >= own_slices) take_next(head, places, last);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (slice + j >= own_slices) continue;
+        float sum[2][4] = {};
+        multiply_blocks(state[j], query, sum);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          y[j][2 * i] = fmaf(state[j].scale(i, sum[0][2 * i], sum[1][2 * i]), factor, y[j][2 * i]);
+        }
+      }
+      source.advance(kAtOnce);
+      const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
+      if (stores) store_scalar(out, kDtypeOf<Staged>, 0, value);
       history_x[0] += 2 * kAtOnce * kSliceWidth, history_x[1] += 2 * kAtOnce * kSliceWidth;
       new_x += kAtOnce * kSliceWidth, out += kAtOnce * kSliceWidth;
     }
@@ -1253,8 +1271,9 @@ struct ReadCta {
 
   // The same of several tokens, eight at a time. A lane gets rows g and g + 8 of tokens 2t and 2t + 1, and exchanges
   // them for those that it stores.
-  __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Staged* head_out) const {
+  __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Head& head, bool last) const {
     constexpr int kTokens = 8;
+    Staged* const head_out = head.out;
     const int tiles = (history + 15) / 16;
     const float* const terms = floats(terms_at);
     const char* const scales =
@@ -1308,12 +1327,6 @@ struct ReadCta {
         uint32_t x[4];
         load_transposed(x, staged(tokens_x));
         add(HistoryOperand<Staged>(x), weights_before, of_new);
-        const State codes(source);
-        multiply_scaled(codes, typename State::Factors(codes), query, sum);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          value[i] = __fmul_rn(fmaf(codes.scaled_sum(sum, i), factor[i % 2], value[i]), since[i % 2]);
-        }
         const uint32_t own_x[2] = {first == 0 ? x[0] : x[2], first == 0 ? x[1] : x[3]};
         // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
         // these are added apart.
@@ -1325,20 +1338,26 @@ struct ReadCta {
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[i] = finite_of<Staged>(x[i]), of_new[i] = 0.0f;
           add(HistoryOperand<Staged>(x), weights_before, of_new);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = __fadd_rn(value[i], of_new[i]);
 #pragma unroll 1
-        for (int r = 0; !finite && r < T; ++r) {
-          const Staged* const token =
-              staged(new_x_at()) + r * layout.x_stride + (first_slice + slice) * kSliceWidth + g;
+          for (int r = 0; r < T; ++r) {
+            const Staged* const token =
+                staged(new_x_at()) + r * layout.x_stride + (first_slice + slice) * kSliceWidth + g;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int s = min(first + 2 * t + i % 2, T - 1);
-            const float left_out = static_cast<float>(token[i / 2 * 8]);
-            if (r < s && !isfinite(left_out))
-              value[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value[i]);
+            for (int i = 0; i < 4; ++i) {
+              const int s = min(first + 2 * t + i % 2, T - 1);
+              const float left_out = static_cast<float>(token[i / 2 * 8]);
+              if (r >= s || isfinite(left_out)) continue;
+              of_new[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, of_new[i]);
+            }
           }
+        }
+        const State codes(source);
+        if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
+        multiply_scaled(codes, typename State::Factors(codes), query, sum);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float both = fmaf(codes.scaled_sum(sum, i), factor[i % 2], value[i]);
+          value[i] = __fadd_rn(__fmul_rn(both, since[i % 2]), of_new[i]);
         }
         uint32_t stored[2];
 #pragma unroll
@@ -1586,6 +1605,7 @@ struct ReadCta {
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
+      const bool last = kFolds || team_bits > 0 || k + kWarps >= heads;
       if (team_bits == 0) {
         await_head(parity);
         __syncwarp();
@@ -1593,22 +1613,17 @@ struct ReadCta {
       append_x(head, places);
       if constexpr (kPlain) {
         read_plain(k, places, terms, head.out, slices);
+        take_next(head, places, last);
+      } else if (kSingle) {
+        read_token(k, places, of_query, terms, head, last);
+      } else if (T == 1) {
+        read_token(k, places, QueryPlaces(*this), terms, head, last);
       } else {
-        if constexpr (kSingle) {
-          read_token(k, places, of_query, terms, head.out);
-        } else if (T == 1) {
-          read_token(k, places, QueryPlaces(*this), terms, head.out);
-        } else {
-          read_tokens(k, places, terms, head.out);
-        }
+        read_tokens(k, places, terms, head, last);
       }
+      if (last) break;
       terms += kWarps * 4 * layout.terms_stride;
-      if (kFolds || team_bits > 0 || k + kWarps >= heads) break;
-      head.advance(params);
       parity ^= 1;
-      __syncwarp();
-      request_head(head, places);
-      close_group();
     }
     if (kKeeps && elect_lane()) await_blocks_read();
   }

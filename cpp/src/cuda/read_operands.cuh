@@ -10,13 +10,23 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// Keeps a value in a register, where the compiler would compute it anew.
+// Keeps a value in a register, where the compiler would compute it anew, or in several.
 __device__ inline int keep(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+template <typename T>
+__device__ inline T* keep(T* global) {
+  asm volatile("" : "+l"(global));
+  __builtin_assume(__isGlobal(global));
+  return global;
+}
 
 constexpr int kProducts = 8;  // of 16 columns, for a row of the state
+
+__device__ inline uint32_t word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 // The E2M1 codes kCode and kCode + 4 of a word as FP16, times 2^-14. Every other code is cleared first, so that what is
 // shifted to the sign and to the exponent has nothing where the other goes (a single LOP3, where the compiler would
@@ -68,22 +78,28 @@ struct StateOperand {
       scales = reinterpret_cast<const uint16_t*>(chunk + layout.block_scales()) + part;
       low = reinterpret_cast<const uint32_t*>(chunk + layout.low_bits()) + part;
     }
-    __device__ void advance() { codes += kSlice, scales += kSlice, low += kSlice; }
+    __device__ void advance(int slices = 1) {
+      codes += slices * kSlice, scales += slices * kSlice, low += slices * kSlice;
+    }
   };
-  __device__ explicit StateOperand(const Source& source) {
+
+  StateOperand() = default;
+  // Of the slice-th slice from the source on.
+  __device__ explicit StateOperand(const Source& source, int slice = 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[i] = source.codes[i * Source::kRow];
-      scales[i] = source.scales[i * Source::kRow];
+      const int at = slice * Source::kSlice + i * Source::kRow;
+      codes[i] = source.codes[at];
+      scales[i] = source.scales[at];
       low[i] = 0;
-      if constexpr (Format::kLowBits) low[i] = source.low[i * Source::kRow];
+      if constexpr (Format::kLowBits) low[i] = source.low[at];
     }
   }
 
   // Code kCode and kCode + 4 of word kWord.
   template <int kWord, int kCode>
   __device__ uint32_t pair(int i) const {
-    const uint32_t word = kWord == 0 ? codes[i].x : kWord == 1 ? codes[i].y : kWord == 2 ? codes[i].z : codes[i].w;
+    const uint32_t word = word_of(codes[i], kWord);
     uint32_t value = e2m1_pair<kCode, !Format::kLowBits>(word);
     if constexpr (Format::kLowBits) {
       const uint32_t byte = low[i] >> 8 * kWord & 0xffu;
@@ -98,14 +114,10 @@ struct StateOperand {
     a[2] = pair<kWord, kCode + 1>(0), a[3] = pair<kWord, kCode + 1>(1);
   }
 
-  // y = a lane's products: of rows g and g + 8, two tokens each, from their sums over either block.
-  __device__ void scale(const float (&first)[4], const float (&second)[4], float (&y)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 factor = __half22float2(e4m3_halves(scales[i]));
-#pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; ++j) y[j] = fmaf(second[j], factor.y, __fmul_rn(first[j], factor.x));
-    }
+  // Of row g or g + 8, from its sums over either block.
+  __device__ float scale(int i, float first, float second) const {
+    const float2 factor = __half22float2(e4m3_halves(scales[i]));
+    return fmaf(second, factor.y, __fmul_rn(first, factor.x));
   }
   // The same for several tokens: codes times the scales of their blocks, which is exact but for E2M2 codes of the
   // smallest scales, and sums as they are.
@@ -165,15 +177,20 @@ struct StateOperand<Fp8> {
       codes = reinterpret_cast<const uint4*>(chunk) + row * kRowParts + lane % 4;
       scales = reinterpret_cast<const float*>(chunk + Fp8Chunk{P, kMaxStateDim}.row_scales()) + row;
     }
-    __device__ void advance() { codes += kSliceWidth * kRowParts, scales += kSliceWidth; }
+    __device__ void advance(int slices = 1) {
+      codes += slices * kSliceWidth * kRowParts, scales += slices * kSliceWidth;
+    }
   };
-  __device__ explicit StateOperand(const Source& source) {
+
+  StateOperand() = default;
+  __device__ explicit StateOperand(const Source& source, int slice = 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row_scale[i] = source.scales[8 * i];
+      const int row = slice * kSliceWidth + 8 * i;
+      row_scale[i] = source.scales[row];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        codes[i][half] = source.codes[8 * i * Source::kRowParts + half * (Source::kRowParts / 2)];
+        codes[i][half] = source.codes[row * Source::kRowParts + half * (Source::kRowParts / 2)];
       }
     }
   }
@@ -182,19 +199,14 @@ struct StateOperand<Fp8> {
   __device__ void get(uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4& piece = codes[i][kProduct / 4];
-      const uint32_t word = kProduct % 4 == 0   ? piece.x
-                            : kProduct % 4 == 1 ? piece.y
-                            : kProduct % 4 == 2 ? piece.z
-                                                : piece.w;
+      const uint32_t word = word_of(codes[i][kProduct / 4], kProduct % 4);
       a[i] = bits_of(e4m3_halves(word & 0xffffu));
       a[2 + i] = bits_of(e4m3_halves(word >> 16));
     }
   }
 
-  __device__ void scale(const float (&first)[4], const float (&second)[4], float (&y)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(__fadd_rn(first[j], second[j]), row_scale[j / 2]);
+  __device__ float scale(int i, float first, float second) const {
+    return __fmul_rn(__fadd_rn(first, second), row_scale[i]);
   }
   struct Factors {
     __device__ explicit Factors(const StateOperand&) {}
