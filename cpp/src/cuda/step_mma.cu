@@ -17,8 +17,9 @@
 //  3. The others consume: each takes every n-th stage.
 // A job that flushes takes longer, so these come first in the order and are dealt out evenly; a CTA takes them in turns
 // with others. The CTAs share the first seven eighths of the jobs; the rest goes two by two to CTAs that begin when one
-// of these has ended, for SMs are not equally fast. Where jobs are single heads, all are shared, in the order of the
-// rows: the start of a late CTA would cost more, and so would looking the order up.
+// of these has ended, for SMs are not equally fast. Where jobs are single heads they are
+// not dealt (kDealt = false): all are shared, in the order of the rows, for a late start and looking the order up would
+// cost more.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -34,8 +35,8 @@
 //     product, and added by the CUDA cores to the tokens that it belongs to.
 //  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read. It goes to memory in blocks, as
-//     it came.
+//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are dealt it
+//     goes to memory in blocks, as it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
@@ -101,9 +102,10 @@ struct MmaParams {
   int heads_per_group, slices;  // slices a head
   int heads, chunks;            // heads a job, jobs a group
   const replayssm_plan_header* header;
-  const int32_t* row_order;            // the plan's, or null: ascending
-  int num_jobs, jobs_per_row;          // by row in that order, group, chunk
+  const int32_t* row_order;            // the plan's
+  int num_jobs, jobs_per_row;          // by row (in that order if they are dealt), group, chunk
   int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
+  int jobs_each, more_jobs;            // of num_jobs for each of these CTAs; how many get one more
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
   int fetches;                         // CTAs that have the L2 fetch states ahead
@@ -193,7 +195,7 @@ struct Slice {
   // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here and in the checkpoint at `target`. p: the
   // slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all three hold
   // zeros.
-  template <typename Staged>
+  template <bool kAsBlocks, typename Staged>
   __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
                        const float* weight, float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
@@ -216,21 +218,21 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           piece(part + b, i) = folded[i];
-#if __CUDA_ARCH__ < 900
-          __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
-#endif
+          if constexpr (!kAsBlocks) {
+            __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
+          }
         }
       }
     }
     if (!finite) owner.report_not_finite();
-#if __CUDA_ARCH__ >= 900
-    finish_stores_before_blocks();
-    __syncwarp();
-    if (elect_lane()) {
-      send_block(target, base, kHalfBytes);
-      send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
+    if constexpr (kAsBlocks) {
+      finish_stores_before_blocks();
+      __syncwarp();
+      if (elect_lane()) {
+        send_block(target, base, kHalfBytes);
+        send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
+      }
     }
-#endif
   }
   // Until the slice's memory may hold another.
   __device__ void await_stored() const {
@@ -292,9 +294,14 @@ struct Job {
 };
 
 // A CTA's shared memory and jobs.
-template <typename Stored, typename Staged>
+template <typename Stored, typename Staged, bool kDealt>
 struct Cta {
   using State = Slice<Stored>;
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kAsBlocks = kDealt;
+#else
+  static constexpr bool kAsBlocks = false;
+#endif
   static constexpr int N = kMaxStateDim;
   static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
 
@@ -324,35 +331,51 @@ struct Cta {
   // Once the plan may be read.
   __device__ void find_jobs() {
     const int block = blockIdx.x;
+    if constexpr (!kDealt) {
+      first_job = block, job_step = params.resident;
+      jobs = params.jobs_each + (block < params.more_jobs ? 1 : 0);
+      return;
+    }
     const bool shares = block < params.resident;
     first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
     job_step = shares ? params.resident : 1;
     const int end = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
     auto jobs_before = [&](int index) { return index > first_job ? (index - first_job + job_step - 1) / job_step : 0; };
     jobs = jobs_before(end);
-    flushing_jobs = params.row_order ? jobs_before(min(end, params.header->num_flush * params.jobs_per_row)) : 0;
+    flushing_jobs = jobs_before(min(end, params.header->num_flush * params.jobs_per_row));
   }
 
-  // Walks through the CTA's jobs. Those that flush, its first, take turns with the others: evenly, and not in all CTAs
-  // at the same time. Ahead of a job its plan is loaded, ahead of that its row.
+  // Walks through the CTA's jobs. If they are dealt, those that flush, its first, take turns with the others: evenly,
+  // and not in all CTAs at the same time; and ahead of a job its plan is loaded, ahead of that its row.
   class Walk {
    public:
-    __device__ explicit Walk(const Cta& cta) : cta(cta), share(blockIdx.x * 37 % cta.jobs) {
-      look_up();
-      next = Job(cta.params, index, row);
-      look_up();
+    __device__ explicit Walk(const Cta& cta) : cta(cta) {
+      if constexpr (kDealt) {
+        share = blockIdx.x * 37 % cta.jobs;
+        look_up();
+        next = Job(cta.params, index, row);
+        look_up();
+      } else {
+        index = cta.first_job;
+      }
     }
     __device__ Job take() {
-      const Job job = next;
-      next = Job(cta.params, index, row);
-      look_up();
-      return job;
+      if constexpr (kDealt) {
+        const Job job = next;
+        next = Job(cta.params, index, row);
+        look_up();
+        return job;
+      } else {
+        const Job job(cta.params, index, index / cta.params.chunks / cta.params.scan.problem.geometry.num_groups);
+        index += cta.job_step;
+        return job;
+      }
     }
 
    private:
     const Cta& cta;
     int flushed = 0, others = 0, share;
-    int index, row;  // of the job after the next; past the end, of some job
+    int index, row;  // of the job after the next; past the end, of some job. Not dealt: of the next
     Job next;
 
     __device__ void look_up() {
@@ -361,8 +384,7 @@ struct Cta {
       if (flushes) share -= cta.jobs;
       const int turn = flushes ? flushed++ : cta.flushing_jobs + others++;
       index = min(cta.first_job + turn * cta.job_step, cta.params.num_jobs - 1);
-      row = index / cta.params.jobs_per_row;
-      if (cta.params.row_order) row = cta.params.row_order[row];
+      row = cta.params.row_order[index / cta.params.jobs_per_row];
     }
   };
 
@@ -719,8 +741,9 @@ struct Cta {
                                    job.row, job.stream,        job.writes};
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
-                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            state.template fold<kAsBlocks>(owner, slice * kSliceWidth, checkpoint, old_x,
+                                           staged(buffer, layout.b) + T * kStride, weights - t,
+                                           floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
           }
 #pragma unroll 1
           for (int first = 0; first < T; first += kTile) {
@@ -788,7 +811,7 @@ struct Cta {
             }
           }
           if (job.fold) {
-            state.await_stored();
+            if constexpr (kAsBlocks) state.await_stored();
             finish_stores_before_blocks();
           }
           __syncwarp();
@@ -820,10 +843,10 @@ __device__ inline void fetch_ahead(const MmaParams& params) {
              static_cast<int>(min(head_bytes, int64_t{kFetched})));
 }
 
-template <typename Stored, typename Staged>
+template <typename Stored, typename Staged, bool kDealt>
 __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
-  Cta<Stored, Staged> cta(params, shared);
+  Cta<Stored, Staged, kDealt> cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   let_next_begin();
@@ -851,9 +874,10 @@ __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(cons
 
 using MmaKernel = void(MmaParams);
 
-template <typename Stored>
+template <typename Stored, bool kDealt>
 MmaKernel* choose_mma(int activation) {
-  return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16> : step_mma_kernel<Stored, __half>;
+  return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16, kDealt>
+                                      : step_mma_kernel<Stored, __half, kDealt>;
 }
 
 // Shared memory of a CTA that leaves room for kCtasPerSm, each of which takes 1 KB more; at least kSharedLimit.
@@ -902,7 +926,7 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
       return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
-    params.row_order = params.heads == 1 ? nullptr : reinterpret_cast<const int32_t*>(scan.planned + rows);
+    params.row_order = reinterpret_cast<const int32_t*>(scan.planned + rows);
     params.jobs_per_row = problem.geometry.num_groups * params.chunks;
     params.job_buffers = params.heads == 1 ? kMaxJobBuffers : 2;
     while (params.job_buffers > 1 && stages_beside(params.job_buffers) < kEnoughStages) --params.job_buffers;
@@ -912,12 +936,16 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     const int64_t row_heads = static_cast<int64_t>(rows) * problem.geometry.num_heads;
     params.fetches = flush_only ? 0 : static_cast<int>(std::min<int64_t>(params.resident, row_heads / params.heads));
     const int rounds = params.num_jobs / params.resident;
-    const bool even = params.heads == 1 || rounds < 4;
+    params.jobs_each = rounds;
+    params.more_jobs = params.num_jobs % params.resident;
+    const bool dealt = params.heads > 1, even = !dealt || rounds < 4;
     params.shared_jobs = even ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
     const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
-    return launch(op, true, limit, choose_mma<decltype(stored)>(problem.config.activation), params.resident + late,
-                  kStepThreads, shared, exec, params);
+    return launch(op, true, limit,
+                  dealt ? choose_mma<decltype(stored), true>(problem.config.activation)
+                        : choose_mma<decltype(stored), false>(problem.config.activation),
+                  params.resident + late, kStepThreads, shared, exec, params);
   });
 }
 
@@ -938,13 +966,17 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
 cudaError_t load_step_mma_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      MmaKernel* const kernel =
-          with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation); });
-      cudaError_t error = load_kernel(kernel);
-      if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+      for (bool dealt : {false, true}) {
+        MmaKernel* const kernel = with_checkpoint(format, [&](auto stored) {
+          return dealt ? choose_mma<decltype(stored), true>(activation)
+                       : choose_mma<decltype(stored), false>(activation);
+        });
+        cudaError_t error = load_kernel(kernel);
+        if (error == cudaSuccess) {
+          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+        }
+        if (error != cudaSuccess) return error;
       }
-      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;
