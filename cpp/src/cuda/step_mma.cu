@@ -17,9 +17,8 @@
 //  3. The others consume: each takes every n-th stage.
 // A job that flushes takes longer, so these come first in the order and are dealt out evenly; a CTA takes them in turns
 // with others. The CTAs share the first seven eighths of the jobs; the rest goes two by two to CTAs that begin when one
-// of these has ended, for SMs are not equally fast. Where jobs are single heads they are
-// not dealt (kDealt = false): all are shared, in the order of the rows, for a late start and looking the order up would
-// cost more.
+// of these has ended, for SMs are not equally fast. Where jobs are single heads they are not dealt (kDealt = false):
+// all are shared, in the order of the rows, for a late start and looking the order up would cost more.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -35,8 +34,8 @@
 //     product, and added by the CUDA cores to the tokens that it belongs to.
 //  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are dealt it
-//     goes to memory in blocks, as it came.
+//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are
+//     dealt it goes to memory in blocks, as it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
