@@ -34,8 +34,8 @@
 //     product, and added by the CUDA cores to the tokens that it belongs to.
 //  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are
-//     dealt it goes to memory in blocks, as it came.
+//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are dealt it goes to
+//     memory in blocks, as it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
@@ -829,11 +829,14 @@ struct Cta {
   }
 };
 
-// Before the kernel before has ended, for a thread that has time: some of what the CTAs will begin with. (Which of them
-// has which job, and first, does not matter to the L2.)
+// Before the kernel before has ended, for a thread that has time: some of what the CTAs will begin with. Which of them
+// has which job does not matter to the L2; dealt jobs that don't flush begin with the last row.
 constexpr int kFetched = 16 * 1024;  // bytes
+template <bool kDealt>
 __device__ inline void fetch_ahead(const MmaParams& params) {
-  const int index = blockIdx.x * params.heads, head = index % params.scan.problem.geometry.num_heads;
+  const int H = params.scan.problem.geometry.num_heads, first = blockIdx.x * params.heads, head = first % H;
+  const int rows = params.num_jobs / params.jobs_per_row;
+  const int index = kDealt ? (rows - 1 - first / H) * H + head : first;
   for (const replayssm_tensor* vector : {&params.scan.args.A_log, &params.scan.args.dt_bias, &params.scan.args.D}) {
     fetch_to_l2(*vector, head);
   }
@@ -851,7 +854,7 @@ __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(cons
   let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
-  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead(params);
+  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead<kDealt>(params);
   await_previous();
   cta.find_jobs();
   if (warp == 0) {

@@ -113,17 +113,18 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
                                    : kCtasPerSm) void step_read_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
-  // What the CTAs that step will begin with. Which of them fetches what does not matter to the L2.
-  const int fetches = blockIdx.x * (kWide ? 2 : 1) + threadIdx.x / kThreads;
-  const int fetched = threadIdx.x % kThreads - (kThreads - 32);
-  if (fetches < params.fetches && fetched >= 0 && fetched < params.cta_heads) {
-    const Problem& problem = params.scan.problem;
-    const bool copy = problem.read_copy_head_bytes > 0;
-    fetch_head(params.scan, copy ? params.scan.layer.read_copy : params.scan.layer.checkpoint,
-               copy ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes,
-               fetches * params.cta_heads + fetched, 0, params.state_bytes);
+  if constexpr (kWide) {
+    // What the CTAs that step will begin with. Which of them fetches what does not matter to the L2.
+    const int fetches = 2 * blockIdx.x + threadIdx.x / kThreads, fetched = threadIdx.x % kThreads - (kThreads - 32);
+    if (fetches < params.fetches && fetched >= 0 && fetched < params.cta_heads) {
+      const Problem& problem = params.scan.problem;
+      const bool copy = problem.read_copy_head_bytes > 0;
+      fetch_head(params.scan, copy ? params.scan.layer.read_copy : params.scan.layer.checkpoint,
+                 copy ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes,
+                 fetches * params.cta_heads + fetched, 0, params.state_bytes);
+    }
+    fetch_parameters(params);
   }
-  if (kWide) fetch_parameters(params);
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
   const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
   const bool among = before < params.flush_ctas;
@@ -198,7 +199,6 @@ constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 constexpr int kSms = 132;
-constexpr int kFetchesPerSm = 4;  // of CTAs' states, up to which the L2 fetches them ahead
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
 int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
@@ -314,9 +314,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     ++params.flush_spacing;
   }
   const int halves = wide ? 2 : 1, shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
-  // Later CTAs find the kernel before ended, and where there are some, fetching is worth less than what it delays.
-  const int at_once = kFetchesPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
-  params.fetches = params.step_tasks <= at_once ? static_cast<int>(row_heads / params.cta_heads) : 0;
+  // In larger batches fetching is worth less than what it delays.
+  params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
     return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, wide),
