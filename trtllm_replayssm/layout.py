@@ -46,9 +46,8 @@ class SlotLayout:
     Attributes:
         config: with a number for its window.
         sections: name -> Section, in memory order: checkpoint [H, P, N], or [H, chunk] if its format has codes and
-            scales; read_copy [H, chunk], if there is one; x_ring [G, R, H/G, P], b_ring [G, R, N], delta_ring
-            [G, R, H/G],
-            conv_ring [conv_rows, conv_channels] (channels x | B | C).
+            scales; read_copy [H, chunk], if there is one; x_ring [G, R, H/G, P], b_ring [G, R, N],
+            delta_ring [G, R, H/G], conv_ring [conv_rows, conv_channels] (channels x | B | C).
         external: the code of the external sections.
         slot_stride: bytes of a slot.
         ring_rows: R = window + max_step_tokens. Record r of a slot lies in row r mod R.

@@ -78,9 +78,8 @@ def rms_norm(
         x: fp32, bf16 or fp16 [rows, width]; rows may be strided, like those of `addend` and `gate`. width / groups: a
             multiple of 8, at most 16384.
         weight: fp32, bf16 or fp16 [width].
-        addend: fp32, bf16 or fp16 like `x`, or [addends, rows, width], added in order: x + addend is
-            stored in `x`, whose rows must not overlap then. What is normed is the fp32 sum, before it is rounded to the
-            dtype of `x`.
+        addend: fp32, bf16 or fp16 like `x`, or [addends, rows, width], added in order: x + addend is stored in `x`,
+            whose rows must not overlap then. What is normed is the fp32 sum, before it is rounded to the dtype of `x`.
         gate: fp32, bf16 or fp16 like `x`, instead of an addend: x * silu(gate) is normed; `x` stays.
         dtype: of the result; None: that of `x`.
 
@@ -101,6 +100,8 @@ def rms_norm(
             several = name == "addend" and isinstance(tensor, torch.Tensor) and tensor.dim() == 3
             shape = (*tensor.shape[:1], *x.shape) if several else x.shape
             require_tensor(x.device, name, tensor, shape, FLOATS, ROWS)
+            if several and tensor.shape[0] == 0:
+                raise ValueError("addend: expected [rows, width] or at least one addend, got none")
     require_tensor(x.device, "weight", weight, x.shape[1:], FLOATS, WHOLE)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     _ops.rms_norm(x, addend, gate, weight, out, groups, eps)

@@ -285,7 +285,7 @@ class _Trial:
             ends = self._tensor(np.cumsum(counts), torch.int32)
             call = (pool.spec, slots, given, given + step + 1, ends, step < 0, buffer)
             torch.ops.trtllm_replayssm.plan_lengths(error, *call)
-            used = (16 + 2 * 16) * 4  # header and rows; what follows is the list of rows that flush
+            used = (16 + 2 * 16 + 2) * 4  # header, rows and their order
             different += int((buffer[:used] != plan.buffer[:used]).sum()) + int(error.abs().sum())
             plan.note_use(FOLDED if step < 0 else STEPPED, 0)
             pool.commit(plan)

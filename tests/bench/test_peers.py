@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other libraries' kernels in `bench kernel`: the harness, and the adapters against stand-ins for the libraries."""
 
+import gc
 import json
 import sys
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("known_bandwidths")
 def test_peers_go_through_the_same_harness(bench, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "vllm", Reference("no-such-package", "torch"))
     (record,) = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json")[0]
-    assert set(record) == FIELDS | {"setting", "peer_version"}
+    assert set(record) == FIELDS | {"setting", "settings_refused", "peer_version"}
     assert record["setting"]["factor"] == 1 and record["peer_version"] == "unknown"
     state = layout().sections["checkpoint"].bytes
     assert record["bytes_read_per_step"] == record["bytes_written_per_step"] == 2 * state
@@ -37,6 +38,24 @@ def test_a_peer_that_fails_does_not_end_the_run(bench, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "vllm", broken)
     (record,), errors = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "replay", "--json", code=1)
     assert record["mode"] == "replay" and "peer:vllm failed, RuntimeError: static assertion failed" in errors
+
+
+def test_a_setting_that_a_peer_refuses_is_left_out(bench, monkeypatch):
+    """As one that takes more shared memory than there is; the record says how many."""
+
+    class Refusing(Reference):
+        settings = [*Reference.settings, {"factor": 1.0, "refused": True}]
+
+        def call(self, case, state, given, others, setting):
+            if "refused" in setting:
+                raise RuntimeError("out of resources")
+            return super().call(case, state, given, others, setting)
+
+    frozen = gc.get_freeze_count()
+    monkeypatch.setitem(peers.PEERS, "vllm", Refusing("no-such-package", "torch"))
+    (record,), _ = bench(*SMALL, "--batches", 2, "--modes", "peer:vllm", "--json")
+    assert record["settings_refused"] == 1 and "refused" not in record["setting"]
+    assert gc.get_freeze_count() == frozen
 
 
 @pytest.mark.parametrize("settings", [[{"factor": 1.1}], [{"factor": 1.0, "seconds": 2e-3}, {"factor": 1.1}]])

@@ -211,7 +211,8 @@ def test_nothing_depends_on_what_the_memory_of_a_plan_held(op, checkpoint, read_
     and rows to flush may be any numbers then.
     """
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
-    geometry, rows, steps = MambaGeometry(64, 64, 4, 128), 24, 20
+    rows = 4 if op is ops.conventional_step else 24  # of more, it does not look
+    geometry, steps = MambaGeometry(64, 64, 4, 128), 20
     weights, slots = Weights.random(geometry, CUDA), torch.arange(rows, dtype=torch.int32, device=CUDA)
     tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA).span(0, rows)
     results = []

@@ -94,6 +94,7 @@ def test_eps_zero_rows_and_large_gates(device):
         (dict(weight=torch.zeros(32)), ValueError, r"weight: expected shape \(64,\), got \(32,\)"),
         (dict(addend=torch.zeros(2, 64)), ValueError, r"addend: expected shape \(3, 64\), got \(2, 64\)"),
         (dict(addend=torch.zeros(2, 3, 8)), ValueError, r"addend: expected shape \(2, 3, 64\), got \(2, 3, 8\)"),
+        (dict(addend=torch.zeros(0, 3, 64)), ValueError, "addend: expected .* at least one addend, got none"),
         (dict(gate=torch.zeros(64, 3).T), ValueError, "gate: expected a contiguous last dimension"),
         (dict(gate=torch.zeros(3, 64), addend=torch.zeros(3, 64)), ValueError, "gate: expected NULL with an addend"),
         (dict(groups=3), ValueError, "width: expected a multiple of 8 for each of 3 groups, got 64"),

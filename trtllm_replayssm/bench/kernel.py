@@ -283,20 +283,37 @@ class PeerLoop:
         """Figures of a record at the fastest of the peer's settings."""
         check_flushes(self.flushes, self.case.expected_flushes)
         gc.freeze()  # a capture collects garbage first: not over all that other libraries have loaded
-        tried = [(self._tuning_time(setting), n, setting) for n, setting in enumerate(self.peer.tuned_over(self.case))]
-        timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
-        times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
-        gc.unfreeze()
+        try:
+            times, setting, refused = self._fastest(steps, repeats)
+        finally:
+            gc.unfreeze()
         self._check(setting)
         return {
             **spread(times),
             "layers": self.num_layers,
             "setting": setting,
+            "settings_refused": refused,
             "peer_version": self.peer.version(),
             "accepted_per_row_and_step": self.accepted,
             "flushes_per_step": self.flushes,
             **self._bytes(),
         }
+
+    def _fastest(self, steps: int, repeats: int) -> tuple[list[float], dict, int]:
+        """Times at the fastest setting, that setting, and how many the library refused, which are left out."""
+        settings, tried, error = self.peer.tuned_over(self.case), [], None
+        for n, setting in enumerate(settings):
+            try:
+                tried.append((self._tuning_time(setting), n, setting))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as refusal:  # too much shared memory, a tactic that was not built: it may fail in any way
+                error = refusal
+        if not tried:
+            raise InvalidRun(f"{self.case.mode} failed, {type(error).__name__}: {error}".splitlines()[0]) from error
+        timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
+        times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
+        return times, setting, len(settings) - len(tried)
 
     def _bytes(self) -> dict:
         """Of ReplaySSM what ours moves, of verification without it a state for each token."""

@@ -121,7 +121,7 @@ __device__ inline void begin_early() {
 // addresses must exist. They come from a plan that may be another step's, half written or never written: what is read
 // of it here is good for nothing but such addresses, and checked against what the host knows.
 
-// The slot of a row, or -1.
+// The slot of a row, or a negative number.
 __device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_slots) {
   int32_t slot;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(slot) : "l"(&row.slot) : "memory");  // leaves no line in L1

@@ -7,9 +7,9 @@
 // before the stretch: from `in`, or, before the row's first new token, from the slot's ring (inputs before token 0 are
 // 0 and are not read).
 //
-// Rows of one stretch are shared out among as many CTAs as run at once. A CTA fetches its rows of the plan at once and
-// a thread its weights, and then takes row after row, of which the next ones' inputs are on their way while it works on
-// this one's.
+// Rows of one stretch are shared out among as many CTAs as run at once, of at most 64 rows each. A CTA fetches its rows
+// of the plan at once and a thread its weights, and then takes row after row, of which the next ones' inputs are on
+// their way while it works on this one's.
 //
 // The ring is written by the threads of a row's first stretch only. Those are the threads that read it, so that a
 // prompt whose kept inputs fall on the ring rows of the old ones needs no other order than that of a thread's own loads

@@ -198,13 +198,13 @@ auto with_read_format(const replayssm_config& config, F&& f) {
 constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
-constexpr int kSms = 132;
+int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
 int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
-  if (wide) return kSms;
-  return row_heads < (is_plain(config) ? 32768 : 8192) ? 2 * kSms : 4 * kSms;
+  const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
+  return each * multiprocessors();
 }
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
@@ -301,8 +301,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
     params.folding = wide_folding;
-    ctas =
-        std::max((ctas + 1) / 2, std::min<int64_t>(ctas, kSms));  // a half has an SM for itself as long as there is one
+    // A half has a multiprocessor for itself as long as there is one.
+    ctas = std::max((ctas + 1) / 2, std::min<int64_t>(ctas, multiprocessors()));
   }
   params.step_ctas = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (folds) {
