@@ -55,6 +55,9 @@ class QuantizedInput:
     def __call__(self, x):
         return self.linear(values_of(*nvfp4(x, self.scale), self.scale))
 
+    def add_to(self, total, x):
+        return self(x)
+
 
 def test_logits(tmp_path):
     """Against the embedded runtime with the values that the weights have, and with quantised inputs. An activation
