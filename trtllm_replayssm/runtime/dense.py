@@ -48,7 +48,7 @@ def useful_parts(rows: int, width: int, depth: int, processors: int) -> int:
     `processors` have a tile of it: libraries cut it too, but then add up in a launch of its own. As measured on an
     H200 for the widths of Nemotron-3-Nano-4B."""
     tiles = -(-rows // 128) * -(-width // 144)
-    most = min(processors // tiles, 4 if rows <= 64 else 2)
+    most = min(processors // max(tiles, 1), 4 if rows <= 64 else 2)
     return next((parts for parts in (4, 2) if parts <= most and depth % (parts * 64) == 0), 1)
 
 

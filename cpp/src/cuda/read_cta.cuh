@@ -953,7 +953,10 @@ struct ReadCta {
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = true;
       await_fold(k % 2);
-      int slice = min(fold_index(), params.slices - 1);  // a warp that has none does the last one too: the same bits
+      // A warp that has none forms the last one too, but stores it only where all is sent at once, after a barrier:
+      // what another warp sends must not be on its way to its last bits (store_stochastic()).
+      const bool stores = kKeeps || fold_index() < params.slices;
+      int slice = min(fold_index(), params.slices - 1);
       while (true) {
         SlicePart<kHalves> state;
         form_slice(k, slice, state);
@@ -964,7 +967,7 @@ struct ReadCta {
           if (k + 1 < heads) request_fold(head + 1);
         }
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+        for (int i = 0; i < 2 && stores; ++i) {  // a loop, for the instruction cache
           const int p = slice * kSliceWidth + 2 * g + i;
           const int column = column_of(lane, fold_half());
           Format* const target = reinterpret_cast<Format*>(shared + layout.folded) + p * N + column;
@@ -983,7 +986,7 @@ struct ReadCta {
           if (i > 0) break;
           take_second_row(state);
         }
-        if (!kKeeps) send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
+        if (!kKeeps && stores) send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
         slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
       }

@@ -940,8 +940,8 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     const int rounds = params.num_jobs / params.resident;
     params.jobs_each = rounds;
     params.more_jobs = params.num_jobs % params.resident;
-    const bool dealt = params.heads > 1, even = !dealt || rounds < 4;
-    params.shared_jobs = even ? params.num_jobs : (rounds - std::max(1, rounds / 8)) * params.resident;
+    const bool dealt = params.heads > 1;  // then there are kEnoughJobs rounds
+    params.shared_jobs = dealt ? (rounds - rounds / 8) * params.resident : params.num_jobs;
     const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     return launch(op, true, limit,
