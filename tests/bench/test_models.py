@@ -102,7 +102,7 @@ def test_serve(bench, tmp_path):
     for record in (replay, snapshots):
         assert record["bytes_per_request"] == {"mamba": state[record["mode"]], "kv": kv}
         assert record["drafts"] == "simulated, at no cost" and record["acceptance"] == 0.8
-        assert 2 < record["tokens_per_row_and_step"] < 3.5
+        assert 1.5 < record["tokens_per_row_and_step"] < 4  # of as few as 16, around 2.95
         assert record["flushes_per_row_and_step"] > 0 or record["mode"] == "snapshots"
     assert standard["tokens_per_row_and_step"] == 1 and standard["drafts"] is None
     for record in records:
