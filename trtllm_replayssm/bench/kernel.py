@@ -272,7 +272,7 @@ class PeerLoop:
         except (InvalidRun, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a library that lacks the case may fail in any way
-            raise InvalidRun(f"{case.mode} failed, {type(error).__name__}: {error}".splitlines()[0]) from error
+            raise self._failure(error) from error
         states = 1 if self.peer.longest_window else case.tokens
         self.num_layers = layers_of_pool(self.state_bytes * states, device)
         self.memories = [self.peer.memory(case, device) for _ in range(self.num_layers)]
@@ -299,6 +299,9 @@ class PeerLoop:
             **self._bytes(),
         }
 
+    def _failure(self, error: Exception) -> InvalidRun:
+        return InvalidRun(f"{self.case.mode} failed, {type(error).__name__}: {error}".splitlines()[0])
+
     def _fastest(self, steps: int, repeats: int) -> tuple[list[float], dict, int]:
         """Times at the fastest setting, that setting, and how many the library refused, which are left out."""
         settings, tried, error = self.peer.tuned_over(self.case), [], None
@@ -310,7 +313,7 @@ class PeerLoop:
             except Exception as refusal:  # too much shared memory, a tactic that was not built: it may fail in any way
                 error = refusal
         if not tried:
-            raise InvalidRun(f"{self.case.mode} failed, {type(error).__name__}: {error}".splitlines()[0]) from error
+            raise self._failure(error) from error
         timed = [(self._times(setting, steps, repeats), setting) for _, _, setting in sorted(tried)[:FINALISTS]]
         times, setting = min(timed, key=lambda pair: statistics.median(pair[0]))
         return times, setting, len(settings) - len(tried)

@@ -207,6 +207,22 @@ def _seed(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
     return {"rand_seed": torch.ones(1, dtype=torch.int64, device=device)} if case.checkpoint == "fp16_sr" else {}
 
 
+def _zeros(case: Case, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Makes memory of all rows: zeros(*shape, dtype=...) [batch, *shape]."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
+
+    return zeros
+
+
+def _override(module: str, settings: dict[str, list[int]]) -> None:
+    """Sets the dict that vLLM's ReplaySSM, beside whose `module` it lies, keeps for sweeps of its launch parameters."""
+    overrides = importlib.import_module(module.rpartition(".")[0] + ".replayssm_config")._overrides
+    overrides.clear()
+    overrides.update({kernel: tuple(values) for kernel, values in settings.items()})
+
+
 class VllmReplay(Peer):
     """vLLM's Triton kernels of ReplaySSM. A row is told its position in the window and when to flush; the step that
     flushes folds its own token too. It rounds stochastically on Blackwell only.
@@ -223,11 +239,7 @@ class VllmReplay(Peer):
     ]
 
     def memory(self, case, device):
-        geometry, window = case.sizes, case.window
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
-
+        geometry, window, zeros = case.sizes, case.window, _zeros(case, device)
         return super().memory(case, device) | {
             "x_cache": zeros(geometry.num_heads, window, geometry.head_dim, dtype=torch.bfloat16),
             "dt_cache": zeros(geometry.num_heads, window, dtype=torch.float32),
@@ -245,11 +257,7 @@ class VllmReplay(Peer):
         return self.cursors(case, (cursors["write_pos"] + accepted) % case.window)
 
     def update(self, case, memory, inputs, setting):
-        # The dict that the library keeps for sweeps of its launch parameters.
-        config = importlib.import_module(self._module.rpartition(".")[0] + ".replayssm_config")
-        config._overrides.clear()
-        if setting:
-            config._overrides["mamba2_output_only"] = tuple(setting["config"])
+        _override(self._module, {"mamba2_output_only": setting["config"]} if setting else {})
         given = _broadcast(inputs, *memory["state"].shape[2:])
         return self.module().selective_state_update_replayssm_output_only(
             **memory, **given, dt_softplus=True, max_cache_len=case.window, out=torch.empty_like(given["x"])
@@ -274,20 +282,18 @@ class ReferenceReplay(Peer):
         ),
     ]
 
+    def _ring(self, case: Case) -> int:
+        return 1 << (case.window + case.tokens - 1).bit_length()
+
     def prepare(self, inputs):
         packed = torch.cat([inputs[name].flatten(1) for name in ("x", "B", "C")], 1)
         return inputs | {"conv_out": packed}
 
     def memory(self, case, device):
-        geometry = case.sizes
-        ring = 1 << (case.window + case.tokens - 1).bit_length()
+        geometry, ring, zeros = case.sizes, self._ring(case), _zeros(case, device)
         channels = geometry.num_heads * geometry.head_dim + geometry.num_groups * geometry.state_dim
         rows = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
         step = 1 << (case.tokens - 1).bit_length()
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
-
         memory = super().memory(case, device)
         return {
             "state_checkpoint": memory["state"],
@@ -310,15 +316,12 @@ class ReferenceReplay(Peer):
 
     def advance(self, case, cursors, accepted):
         held, full = cursors["write_pos"], self.flushing(case, cursors)
-        ring = 1 << (case.window + case.tokens - 1).bit_length()
         after = self.cursors(case, torch.where(full, accepted, held + accepted))
-        after["post_conv_state_pos"] = (cursors["post_conv_state_pos"] + held * full) % ring
+        after["post_conv_state_pos"] = (cursors["post_conv_state_pos"] + held * full) % self._ring(case)
         return after
 
     def update(self, case, memory, inputs, setting):
-        config = importlib.import_module(self._module.rpartition(".")[0] + ".replayssm_config")
-        config._overrides.clear()
-        config._overrides.update({f"mamba2_spec_{kernel}": tuple(values) for kernel, values in setting.items()})
+        _override(self._module, {f"mamba2_spec_{kernel}": values for kernel, values in setting.items()})
         geometry = case.sizes
         return self.module().selective_state_update_replayssm_spec(
             **memory,
@@ -368,11 +371,7 @@ class FlashInferReplay(Peer):
         return kept
 
     def memory(self, case, device):
-        geometry, ring = case.sizes, case.window + case.tokens
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((case.batch, *shape), dtype=dtype, device=device)
-
+        geometry, ring, zeros = case.sizes, case.window + case.tokens, _zeros(case, device)
         scratch = self.module().allocate_checkpointing_ssu_scratch(
             case.batch, geometry.num_heads, case.tokens, case.window, torch.bfloat16, device
         )

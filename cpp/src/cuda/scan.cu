@@ -375,14 +375,20 @@ constexpr int kUsualParts = kHeadDim == 64 && sizeof(Stored) == 4 ? 2 : 1;
 template <int kHeadDim>
 constexpr int kMostParts = Tile<kHeadDim>::kTuned ? Tile<kHeadDim>::kRows : 1;
 
+struct ConventionalChoice {
+  ConventionalKernel* kernel;
+  int parts;
+};
+
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation>
-ConventionalKernel* choose_parts(bool most) {
-  return most ? conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kMostParts<kHeadDim>>
-              : conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kUsualParts<kHeadDim, Stored>>;
+ConventionalChoice choose_parts(bool most) {
+  constexpr int kUsual = kUsualParts<kHeadDim, Stored>, kMost = kMostParts<kHeadDim>;
+  if (most) return {conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kMost>, kMost};
+  return {conventional_kernel<kVerify, kHeadDim, Stored, kActivation, kUsual>, kUsual};
 }
 
 template <bool kVerify, typename Stored>
-ConventionalKernel* choose_conventional(int tuned_head_dim, int activation, bool most_parts) {
+ConventionalChoice choose_conventional(int tuned_head_dim, int activation, bool most_parts) {
   const bool bf16 = activation == REPLAYSSM_BF16;
   switch (tuned_head_dim) {
     case 64:
@@ -409,22 +415,25 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
   const int head_dim = tuned_head_dim(params);
   const int64_t heads = static_cast<int64_t>(rows) * problem.geometry.num_heads;
   const int sms = attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
-  const int most = head_dim == 64 ? kMostParts<64> : head_dim == 80 ? kMostParts<80> : 1;
-  const bool most_parts = heads * most <= kPartsPerSm * sms;
-  return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
-    using Stored = decltype(stored);
-    const int64_t ctas = heads * (most_parts ? most : head_dim == 64 ? kUsualParts<64, Stored> : 1);
-    return launch_early(op, choose_conventional<kVerify, Stored>(head_dim, problem.config.activation, most_parts), ctas,
-                        kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms);
+  const ConventionalChoice choice = with_checkpoint(problem.config.checkpoint, [&](auto stored) {
+    auto choose = [&](bool most_parts) {
+      return choose_conventional<kVerify, decltype(stored)>(head_dim, problem.config.activation, most_parts);
+    };
+    const ConventionalChoice most = choose(true);
+    return heads * most.parts <= kPartsPerSm * sms ? most : choose(false);
   });
+  const int64_t ctas = heads * choice.parts;
+  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms);
 }
 
 template <bool kVerify>
 cudaError_t load_conventional_kernels(int format, int head_dim, int activation) {
   return with_checkpoint(format, [&](auto stored) {
-    const cudaError_t error = load_kernel(choose_conventional<kVerify, decltype(stored)>(head_dim, activation, false));
-    if (error != cudaSuccess) return error;
-    return load_kernel(choose_conventional<kVerify, decltype(stored)>(head_dim, activation, true));
+    auto load = [&](bool most_parts) {
+      return load_kernel(choose_conventional<kVerify, decltype(stored)>(head_dim, activation, most_parts).kernel);
+    };
+    const cudaError_t error = load(false);
+    return error != cudaSuccess ? error : load(true);
   });
 }
 

@@ -104,7 +104,7 @@ struct MmaParams {
   const int32_t* row_order;            // the plan's
   int num_jobs, jobs_per_row;          // by row (in that order if they are dealt), group, chunk
   int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
-  int jobs_each, more_jobs;            // of num_jobs for each of these CTAs; how many get one more
+  int jobs_each, more_jobs;            // not dealt: jobs of each CTA, CTAs with one more; spares them a division
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
   int fetches;                         // CTAs that have the L2 fetch states ahead
