@@ -170,6 +170,7 @@ class ReplayCausalConv(_Node):
             out.shape[-1],
             tokens,
             longest,
+            False,
         )
         return out, self.after(memory, state)
 

@@ -68,7 +68,7 @@ def test_opcheck(device, name):
         ),
         "commit": lambda: (pool.table, pool.spec, plan.buffer, 2, rows, 0),
         "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),
-        "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2),
+        "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2, False),
         "rms_norm": lambda: (xBC.clone(), xBC, None, xBC[0], torch.zeros_like(xBC), 2, 1e-5),
         "relu2": lambda: (xBC.clone(),),
         "attend": lambda: (
