@@ -42,7 +42,7 @@ SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
 # Options of generate that an engine folder decides, and their defaults.
 _BUILT_IN = {
-    "mode": "replay",
+    "mode": "auto",
     "window": "auto",
     "checkpoint_format": "fp32",
     "read_copy": "none",
@@ -93,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     prompt.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, generated together; - reads stdin")
-    generate.add_argument("--mode", choices=("replay", "conventional"), default="replay", help="default: %(default)s")
+    generate.add_argument(
+        "--mode",
+        choices=("auto", "replay", "conventional"),
+        default="auto",
+        help="auto (default): replay, but conventional where the texts decoded at once are so few that it is faster",
+    )
     generate.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the most likely token"
     )
@@ -268,13 +273,13 @@ def _generate(options) -> int:
     except (ValueError, RuntimeError) as error:
         raise RuntimeError(f"{options.engine or options.checkpoint}: {error}") from error
     tokens = statistics["generated_tokens"]
-    other = "conventional" if options.mode == "replay" else "replay"
-    traffic = {options.mode: statistics["decode_traffic"], other: engine.rehearse(other, sequences)}
+    mode, other = engine.mode, "conventional" if engine.mode == "replay" else "replay"
+    traffic = {mode: statistics["decode_traffic"], other: engine.rehearse(other, sequences)}
     if options.json:
         print(
             json.dumps(
                 {
-                    "mode": options.mode,
+                    "mode": mode,
                     "window": engine.window,
                     **formats,
                     "device": str(engine.device),
@@ -288,8 +293,8 @@ def _generate(options) -> int:
                     "decode_seconds": statistics["decode_seconds"],
                     "decode_tokens": statistics["decode_tokens"],
                     "flushes": statistics["decode_traffic"].flushes,
-                    "traffic": {mode: _traffic_json(counted) for mode, counted in traffic.items()},
-                    "counted": {options.mode: "while decoding", other: "by a rehearsal of the same steps"},
+                    "traffic": {way: _traffic_json(counted) for way, counted in traffic.items()},
+                    "counted": {mode: "while decoding", other: "by a rehearsal of the same steps"},
                 },
                 indent=2,
             )
@@ -302,8 +307,10 @@ def _generate(options) -> int:
             print(f"{prompt}{sequence.text}\n")
     print(
         f"\n{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s  "
-        f"({options.mode}, {engine.device}, {_dtype_name(engine)})"
+        f"({mode}, {engine.device}, {_dtype_name(engine)})"
     )
+    if (options.mode, mode) == ("auto", "conventional"):
+        print("  (--mode auto took conventional: faster for so few texts at once)")
     _print_traffic(traffic, engine.window)
     print(f"  ({other}: what it moves for the same tokens, counted without running the model)")
     if speculation:

@@ -266,7 +266,7 @@ def test_bad_requests_are_refused(small, prompt, params, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "off"}, "mode is 'off', expected one of replay, conventional"),
+        ({"mode": "off"}, "mode is 'off', expected one of auto, replay, conventional"),
         ({"mode": ""}, "mode is ''"),
         ({"device": "tpu"}, "device is 'tpu', expected cpu or cuda"),
         ({"dtype": "int8"}, "dtype is 'int8'"),

@@ -37,6 +37,7 @@ def test_text(any_server, device):
     assert answer["arrival_time_ns"] < answer["first_token_time_ns"] < answer["last_token_time_ns"] <= time.time_ns()
     with Client(any_server.grpc) as client:
         assert client.generate(PROMPT, sampling_param_max_tokens=24).text == expected.text
+    assert "model 'tensorrt_llm': mode replay, 32 sequences at once, on" in any_server.log.read_text()
 
 
 def test_ensemble_text(any_server, device):

@@ -30,7 +30,9 @@ class TritonPythonModel:
         except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
             raise pb_utils.TritonModelException(f"model {name!r}: {error}") from None
         self._interface = INTERFACES[settings.interface]
-        metrics = Metrics(pb_utils, name, engine.memory.pool.num_slots)
+        slots = engine.memory.pool.num_slots
+        pb_utils.Logger.log_info(f"model {name!r}: mode {engine.mode}, {slots} sequences at once, on {engine.device}")
+        metrics = Metrics(pb_utils, name, slots)
         log = lambda text: pb_utils.Logger.log_error(f"model {name!r}: {text}")  # noqa: E731
         self._service = Service(engine, settings.max_waiting, metrics.publish, log)
 
