@@ -193,7 +193,7 @@ def test_rows_that_a_step_does_not_take_are_refused(device):
     stack.cycle(pool, [1], [stack.tape(0, 2)], op=verify)
     long, snapshot = "row 1: brings 3 tokens, expected at most 2", "row 1: the state of slot 1 is a snapshot"
     for slot, count, match in ((2, 3, long), (1, 2, snapshot)):
-        before, (raw, _) = pool.data.clone(), stack.tape(5, 1 + count)
+        before, (raw, _) = pool.data.clone(), stack.tape(slot, 1 + count)
         plan = pool.plan([0, slot], [1, count])
         call = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
         C = torch.zeros((1 + count, 128), device=device)
