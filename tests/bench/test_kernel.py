@@ -65,6 +65,13 @@ def test_tokens_in_rings_and_in_tensors(bench):
     assert tensors["bytes_written_per_step"] == 2 * layout().record_bytes
 
 
+def test_only_replay_finds_tokens_in_rings():
+    with pytest.raises(ValueError, match="mode conventional finds its tokens in tensors, got 'rings'"):
+        Case(GEOMETRY, 1, 1, "conventional", tokens_in="rings")
+    with pytest.raises(ValueError, match="mode replay finds its tokens in rings or tensors, got 'mail'"):
+        Case(GEOMETRY, 1, 1, "replay", tokens_in="mail")
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_the_rings_are_full_of_records(tokens):
     """Before anything is timed, of random numbers that steps read and leave as they are."""
@@ -84,8 +91,10 @@ def test_the_rings_are_full_of_records(tokens):
 
 
 @pytest.mark.parametrize("tokens, mode", [(1, "conventional"), (3, "conventional_verify")])
-def test_with_the_convolution(bench, tokens, mode):
+def test_with_the_convolution(bench, monkeypatch, tokens, mode):
     """Records are stored once, whoever does it, and the raw inputs that a slot keeps are counted for all."""
+    monkeypatch.setattr(kernel, "steps_to_count", lambda *_: 32)
+    monkeypatch.setattr(kernel, "TOLERANCE", 0.2)  # of so few steps
     arguments = ("--batches", 2, "--tokens", tokens, "--steps", 32, "--with-conv", "--json")
     rings, tensors, conventional = bench(*SMALL, *arguments)[0]
     assert [record["tokens_in"] for record in (rings, tensors)] == ["rings", "tensors"]

@@ -290,7 +290,7 @@ def _kernel_cases(options) -> list:
     """The cases in the order of the options. Of modes that were not named, those that do not take a combination are
     left out, and peers that are missing are told of.
     """
-    from .kernel import MODES, TOKENS_IN, Case, checkpoints_of, longest_step, peer_of
+    from .kernel import MODES, TOKENS_IN, Case, checkpoints_of, longest_step, peer_of, tokens_in_of
     from .peers import PEERS
 
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
@@ -320,7 +320,7 @@ def _kernel_cases(options) -> list:
         both = options.with_conv or any(peer.longest_window for peer in map(peer_of, chosen) if peer)
         ways = options.tokens_in or (TOKENS_IN if both else TOKENS_IN[:1])
         for mode in chosen:
-            for way in ways if mode == "replay" else ("tensors",):
+            for way in ways if mode == "replay" else tokens_in_of(mode):
                 sizes = (geometry, batch, tokens, mode, checkpoint, copy, window)
                 case = Case(*sizes, not options.no_flush, way, options.with_conv)
                 case.sizes, case.config, case.expected_flushes  # noqa: B018 - bad values are told before the first case

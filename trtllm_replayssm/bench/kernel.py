@@ -40,8 +40,6 @@ GEOMETRIES = {
     "ultra": MambaGeometry(num_heads=256, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4),
 }
 MODES = ("replay", "conventional", "conventional_verify")
-# Where a step finds x and B of its new tokens: as records in the rings, where the convolution has put them, or in
-# tensors, from which a step of mode replay appends them.
 TOKENS_IN = ("rings", "tensors")
 CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
 
@@ -63,6 +61,13 @@ def checkpoints_of(mode: str) -> tuple[str, ...]:
     return peer.checkpoints if peer else CONVENTIONAL_CHECKPOINTS
 
 
+def tokens_in_of(mode: str) -> tuple[str, ...]:
+    """Where a step of the mode may find x and B of its new tokens: as records in the rings, where the convolution has
+    put them, or in tensors, from which a step of mode replay appends them.
+    """
+    return TOKENS_IN if mode == "replay" else TOKENS_IN[1:]
+
+
 def parse_geometry(text: str) -> MambaGeometry:
     """A geometry by name, or by numbers: heads x head_dim x groups x state_dim, as in 16x64x1x128."""
     if text in GEOMETRIES:
@@ -79,8 +84,8 @@ def parse_geometry(text: str) -> MambaGeometry:
 @dataclass(frozen=True)
 class Case:
     """What decides a figure. mode: one of MODES, or "peer:NAME". flushes: whether steps commit, and hence flush;
-    without, rows stay at their phases and every step reads only. tokens_in: one of TOKENS_IN, "rings" in mode replay
-    only. with_conv: the convolution before each step is in the figure. ValueError: values that do not go together.
+    without, rows stay at their phases and every step reads only. tokens_in: one of `tokens_in_of`. with_conv: the
+    convolution before each step is in the figure. ValueError: values that do not go together.
     """
 
     geometry: str
@@ -106,9 +111,10 @@ class Case:
             )
         if self.with_conv and self.peer:
             raise ValueError(f"mode {self.mode} is timed without a convolution; --with-conv goes with our modes")
+        if self.tokens_in not in tokens_in_of(self.mode):
+            known = " or ".join(tokens_in_of(self.mode))
+            raise ValueError(f"mode {self.mode} finds its tokens in {known}, got {self.tokens_in!r}")
         if self.mode != "replay":
-            if self.tokens_in != "tensors":
-                raise ValueError(f"mode {self.mode} takes its tokens in tensors, got {self.tokens_in!r}")
             if not self.flushes:
                 raise ValueError(f"mode {self.mode} never flushes; --no-flush goes with mode replay")
             if self.read_copy != "none" or self.checkpoint not in checkpoints_of(self.mode):
@@ -227,8 +233,8 @@ class DecodeLoop:
         self.pool.validate()
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Those of `layer_inputs`; if the convolution is timed, instead of x, B and C its "raw" ones and "conv", its
-        weight and bias.
+        """Those of `layer_inputs`; if the convolution is timed, instead of x, B and C what it takes: "raw" [tokens,
+        conv_channels], "conv_weight" and "conv_bias".
         """
         inputs = layer_inputs(self.case.sizes, self.case.batch * self.case.tokens, seed, self.device)
         if self.case.with_conv:
