@@ -2,11 +2,12 @@
 """mode="auto": what is chosen for a pool, and that it is what runs."""
 
 import json
+import math
 
 import pytest
 import torch
 
-from trtllm_replayssm import MambaGeometry
+from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 from trtllm_replayssm.bench.kernel import GEOMETRIES
 from trtllm_replayssm.cli import main
 from trtllm_replayssm.runtime import Engine, SamplingParams, engine
@@ -54,6 +55,28 @@ def test_small_pools_decode_conventionally(geometry, slots, chosen):
 def test_auto_overrides_nothing_that_was_asked_for(asked):
     assert resolve("auto", CUDA, SUPER, 1, **asked) == "replay"
     assert resolve("conventional", CUDA, SUPER, 1, **asked) == "conventional"
+
+
+def test_why_auto_keeps_formats_of_16_bits_with_replay():
+    """Outputs after 1024 tokens, from an FP16 state that is rounded at each of them, or once a window of 16: sixteen
+    times as many independent errors are four times as large."""
+    tokens, step, memory = 1024, 0.01, torch.tensor([64.0, 512.0])
+    geometry = MambaGeometry(num_heads=2, head_dim=8, num_groups=1, state_dim=64, conv_kernel=4)
+    random = torch.Generator().manual_seed(0)
+    x, B, C = (torch.randn(tokens, *shape, generator=random) for shape in ((2, 8), (1, 64), (1, 64)))
+    weights = -torch.log(memory * step), torch.zeros(2), torch.full((2,), math.log(math.expm1(step)))
+
+    def outputs(op, checkpoint):
+        pool, made = StatePool(geometry, ReplayConfig(16, 1, checkpoint, "none", "fp32"), 1, 1), []
+        for t in range(tokens):
+            plan, now = pool.plan([0], 1), slice(t, t + 1)
+            made.append(op(pool, 0, plan, x[now], B[now], C[now], torch.zeros(1, 2), *weights))
+            pool.commit(plan)
+        return torch.cat(made[-256:])
+
+    exact = outputs(ops.conventional_step, "fp32")
+    errors = [(outputs(op, "fp16") - exact).norm(dim=(0, 2)) for op in (ops.conventional_step, ops.step)]
+    assert torch.all(errors[0] > 3 * errors[1])
 
 
 @pytest.mark.parametrize(("slots", "on_gpu"), [(1, "conventional"), (20, "replay")])

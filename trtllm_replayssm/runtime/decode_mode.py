@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """mode="auto": ReplaySSM, but in a pool so small that conventional steps are faster.
 
-A conventional step reads and writes the state, where ReplaySSM's reads it beside some records: as soon as bytes decide,
-ReplaySSM is faster. Of little state they do not; then what a step does before its first byte decides, and there the
-conventional kernel has less to do.
+A conventional step reads and writes the state, where ReplaySSM's reads it beside some records. Where there is little
+state, bytes do not decide but what a step does before it has them, and of that the conventional kernel has less.
+Microseconds by FP32 states of a layer (one H200, 2026-11-30, b1d7906, `bench kernel`; docs/performance.md, "Small
+batches"):
+
+                                     conventional    ReplaySSM
+    Super        1 row     4 MiB              3.9          4.7
+                 2 rows    8 MiB              6.3          5.8
+    Nano-4B      1 row   3.8 MiB              3.8          5.0
+                 2 rows  7.5 MiB              6.6          6.0
+    Super, one of 8 GPUs' heads
+                 8 rows    4 MiB              3.8          5.6
+                16 rows    8 MiB              6.4          7.2
 
 The choice is a pool's, by the rows that it can decode at once, whatever step is at hand: a text's bits do not depend on
 who decodes beside it.
@@ -16,7 +26,7 @@ import torch
 from .. import MambaGeometry
 
 MODES = ("auto", "replay", "conventional")
-# FP32 states of a layer, of all slots together, up to which a conventional step is faster.
+# FP32 states of a layer, of all slots together, up to which conventional steps are faster.
 CONVENTIONAL_BYTES = 4 * 2**20
 
 
@@ -35,9 +45,9 @@ def resolve(
     """The mode of a pool of `slots` slots, "replay" or "conventional". The rest as Engine has it, drafts 0 without
     speculation.
 
-    "auto" overrides nothing that was asked for: windows and formats other than the defaults are ReplaySSM's. Nor do
-    bits change with the number of slots where they shall be `deterministic`. On the CPU ReplaySSM's step is faster from
-    one slot on.
+    "auto" overrides nothing that was asked for: windows and formats other than the defaults are ReplaySSM's (a state of
+    16 bits that is rounded at every token has larger errors). Nor do bits change with the number of slots where they
+    shall be `deterministic`. On the CPU ReplaySSM's step is faster from one slot on.
     """
     if mode != "auto":
         return mode
