@@ -37,7 +37,8 @@ struct Quotient {
   }
 };
 
-// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
+// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are oldest first and, behind
+// them, the new tokens; CTAs that fold have those of the history newest first.
 struct ReadShared {
   int warps, tokens, rows;  // rows: records of the history and, behind them, new tokens
   int g_stride, x_stride;   // of a token of B^T C; of a record of x
@@ -297,6 +298,9 @@ struct ReadCta {
     const int position = row.ring_row - 1 - record;
     return position < 0 ? position + problem.ring_rows : position;
   }
+  __device__ int ring_row_of(int staged) const { return ring_position(row.ring_row, staged - history, problem.ring_rows); }
+  // Of staged records, how many come from the ring: the new ones too, if they are there.
+  __device__ int from_ring() const { return history + (params.scan.append ? 0 : T); }
   __device__ Staged* b_ring() const {
     return reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + group * problem.ring_rows * N;
   }
@@ -364,16 +368,18 @@ struct ReadCta {
     const Staged* const ring = b_ring() + part_column;
     Staged* const B = staged(layout.b) + part_column;
 #pragma unroll 1
-    for (int i = part_row; i < history; i += kRowsAtOnce) {
-      request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
+    for (int i = part_row; i < from_ring(); i += kRowsAtOnce) {
+      request_16_bytes(B + i * kStride, ring + ring_row_of(i) * N);
     }
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
-      request_input(new_b() + s * kStride + part_column,
-                    static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
-                        group * args.B.stride[1] + part_column,
-                    params.scan.b_aligned);
+      if (params.scan.append) {
+        request_input(new_b() + s * kStride + part_column,
+                      static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
+                          group * args.B.stride[1] + part_column,
+                      params.scan.b_aligned);
+      }
       if (!kKeeps) {
         request_input(staged(layout.c) + s * kStride + part_column,
                       static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
@@ -404,7 +410,7 @@ struct ReadCta {
     float* const target = floats(layout.delta) + k * layout.delta_stride;
 #pragma unroll 1
     for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
-      request_4_bytes(target + i, source + ring_before(i) * params.heads_per_group);
+      request_4_bytes(target + i, source + (kFolds ? ring_before(i) : ring_row_of(i)) * params.heads_per_group);
     }
   }
 
@@ -418,7 +424,7 @@ struct ReadCta {
   struct Head {
     const char* state;    // what steps read
     Staged* ring;         // of x, the lane's columns,
-    const Staged* new_x;  // which also are these, of the lane's first token
+    const Staged* new_x;  // which also are these, of the lane's first token that comes as a tensor
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
@@ -443,11 +449,11 @@ struct ReadCta {
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    int x, new_x;      // the lane's 16 bytes of its first record and first token
-    int chunk;         // of quantised states
-    int terms;         // of the first head
-    int history_x[2];  // the lane's row of a tile's first slice
-    int out_x;         // the lane's row of the first slice, of the first token
+    int x, new_x;  // the lane's 16 bytes of its first record and first token
+    int chunk;     // of quantised states
+    int terms;     // of the first head
+    int run_x[2];  // the lane's row of a tile's first slice
+    int out_x;     // of quantised states: the lane's row of the first slice, of the only token
 
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
@@ -455,8 +461,8 @@ struct ReadCta {
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
       if (!kPlain) chunk = keep(cta.state_at());
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
-      history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
-      out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
+      run_x[0] = keep(cta.run_at(0)), run_x[1] = keep(cta.run_at(1));
+      if (!kPlain) out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
   // The same for the query of a row's only token, to a quantised state.
@@ -487,22 +493,23 @@ struct ReadCta {
   __device__ void request_head(const Head& head, const Places& places) const {
     // Else it is zero, there, or comes slice by slice.
     if (!kPlain && has_state() && !kKeeps) request_state(head.state);
-    if (kKeeps) return;  // x is there
-    Staged* target = staged(places.x);
-    int position = row.ring_row - 1 - x_row;
-#pragma unroll 1
-    for (int i = x_row; i < history; i += x_rows) {
-      if (position < 0) position += problem.ring_rows;
-      request_16_bytes(target, head.ring + position * params.x_ring_stride);
-      target += x_rows * layout.x_stride, position -= x_rows;
-    }
-    request_tokens(head.new_x, staged(places.new_x));
+    if (!kKeeps) request_x(head, staged(places.x), staged(places.new_x));  // else x is there
   }
-  // x of the tokens. target: of the lane's first one.
-  __device__ void request_tokens(const Staged* source, Staged* target) const {
+  // x of all records. The targets are those of the lane's first record, and of its first token.
+  __device__ void request_x(const Head& head, Staged* target, Staged* new_target) const {
+    int position = row.ring_row - history + x_row;
+    if (position < 0) position += problem.ring_rows;
+#pragma unroll 1
+    for (int i = x_row; i < from_ring(); i += x_rows) {
+      if (position >= problem.ring_rows) position -= problem.ring_rows;
+      request_16_bytes(target, head.ring + position * params.x_ring_stride);
+      target += x_rows * layout.x_stride, position += x_rows;
+    }
+    if (!params.scan.append) return;
+    const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
-      request_input(target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      request_input(new_target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
       if (kSingle) break;
     }
   }
@@ -598,8 +605,9 @@ struct ReadCta {
     return state;
   }
 
-  // The new x into the ring.
+  // The new x into the ring, if it is not there.
   __device__ void append_x(const Head& head, const Places& places) const {
+    if (!params.scan.append) return;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows) {
       const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
@@ -655,28 +663,25 @@ struct ReadCta {
     }
   }
 
-  // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it.
+  // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. Behind the history its part
+  // has zeros.
   __device__ void form_products() const {
     constexpr int kTile = 8;
-    const int tiles = (history + 15) / 16;
+    const int count = history + T;
 #pragma unroll 1
-    for (int tile = warp; tile < tiles + 1; tile += kWarps) {
-      const bool is_new = tile == tiles;
-      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-      const Staged* const records = is_new ? new_b() : staged(layout.b);
+    for (int first = 16 * warp; first < count; first += 16 * kWarps) {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
         float sum[2][4] = {};
-        multiply_records(records, first, count, staged(layout.c), token, T, g, t, sum);
+        multiply_records(staged(layout.b), first, count, staged(layout.c), token, T, g, t, sum);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
-          const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
+          const float product = sum[0][i] + sum[1][i];
           if (s >= T) continue;
-          if (!is_new) {
-            floats(layout.g)[s * layout.g_stride + record] = product;
-          } else if (record < T) {
-            floats(layout.g_new)[record * layout.tokens + s] = product;
+          if (!kFolds) floats(layout.g)[s * layout.g_stride + record] = record < history ? product : 0.0f;
+          if (record >= history && record < count) {
+            floats(layout.g_new)[(record - history) * layout.tokens + s] = product;
           }
         }
       }
@@ -732,7 +737,7 @@ struct ReadCta {
     float* const exponents = floats(layout.v) + k * layout.delta_stride;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int i = 0; i < history; ++i) {
+    for (int i = history - 1; i >= 0; --i) {
       exponents[i] = sum;
       sum = __fadd_rn(sum, __fmul_rn(rate, delta[i]));
     }
@@ -781,7 +786,7 @@ struct ReadCta {
   __device__ void prepare(const TokenInputs& inputs) const {
     await_groups<1>();
     synchronise();
-    if (group_head == 0) {
+    if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
       for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
@@ -1157,18 +1162,55 @@ struct ReadCta {
                    lower = pack_pair<__nv_bfloat16>(weights.z, weights.w);
     return make_uint4(upper, low(weights.x, weights.y, upper), lower, low(weights.z, weights.w, lower));
   }
-  // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
-  __device__ int history_at(int tile) const {
+  // The same of the history and of the new tokens up to s, which count from exp(f_s) S C_s on.
+  __device__ float4 weights_of_run(int k, int s, int tile, const float* terms) const {
+    const float since = terms[s];
+    if (16 * tile + 16 <= history) {
+      const float4 weights = weights_of(k, s, tile);
+      return make_float4(__fmul_rn(weights.x, since), __fmul_rn(weights.y, since), __fmul_rn(weights.z, since),
+                         __fmul_rn(weights.w, since));
+    }
+    const float* const v = floats(layout.v) + k * layout.delta_stride;
+    const float* const product = floats(layout.g) + s * layout.g_stride;
+    const float* const u = terms + layout.tokens + s;
+    auto of = [&](int record) {
+      record += 16 * tile + 2 * t;
+      const int r = record - history;
+      return r < 0    ? __fmul_rn(__fmul_rn(v[record], product[record]), since)
+             : r <= s ? u[r * layout.tokens]
+                      : 0.0f;
+    };
+    return make_float4(of(0), of(1), of(8), of(9));
+  }
+  // Records that a product over them takes; a row's only token is added apart, unless the state is plain.
+  __device__ int run_length() const { return reads_one() ? history : history + T; }
+  // The lane's row of a tile of these, for ldmatrix; zeros where there is no record.
+  __device__ int run_at(int tile) const {
     const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (record < history ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
+    return (record < run_length() ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
            2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
   }
 
-  // The lane's row of the new tokens, for ldmatrix; zeros where there is none.
-  __device__ int new_tokens_at() const {
-    const int token = (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (token < T ? new_x_at() + token * layout.x_stride * 2 : layout.zeros) +
-           2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
+  // Zero times x that is not finite would reach tokens before it. So where sums of several tokens are not finite, they
+  // are formed anew without such x of new tokens: these words of a tile,
+  __device__ void leave_out(int tile, uint32_t (&x)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int record = 16 * tile + 2 * t + (kPlain ? i % 2 : i / 2) * 8;
+      const uint32_t finite = finite_of<Staged>(x[i]);
+      if (record >= history) x[i] = x[i] & 0xffff0000u | finite & 0xffffu;
+      if (record + 1 >= history) x[i] = x[i] & 0xffffu | finite & 0xffff0000u;
+    }
+  }
+  // and these are added, of token s and a row of the head.
+  __device__ float add_left_out(const float* terms, int s, int p, float value) const {
+    const Staged* const x = staged(new_x_at()) + p;
+#pragma unroll 1
+    for (int r = 0; r <= s; ++r) {
+      const float left_out = static_cast<float>(x[r * layout.x_stride]);
+      if (!isfinite(left_out)) value = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value);
+    }
+    return value;
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
@@ -1225,7 +1267,7 @@ struct ReadCta {
     for (int i = 0; i < 2; ++i) {
       if (i < tiles) weights[i] = take_weights(i);
     }
-    int history_x[2] = {places.history_x[0], places.history_x[1]};
+    int run_x[2] = {places.run_x[0], places.run_x[1]};
     const Staged* new_x = staged(places.out_x);
     typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
     Staged* out = head.out;
@@ -1241,13 +1283,13 @@ struct ReadCta {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (i >= tiles) continue;
-          const HistoryOperand<Staged> x(staged(history_x[i] + 2 * j * kSliceWidth));
+          const HistoryOperand<Staged> x(staged(run_x[i] + 2 * j * kSliceWidth));
           x.multiply(weights[i].x, weights[i].y, y[j]);
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
           const uint2 of_tile = take_weights(i);
-          const HistoryOperand<Staged> x(staged(history_at(i)) + (slice + j) * kSliceWidth);
+          const HistoryOperand<Staged> x(staged(run_at(i)) + (slice + j) * kSliceWidth);
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
         state[j] = State(source, j);
@@ -1267,7 +1309,7 @@ struct ReadCta {
       source.advance(kAtOnce);
       const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
       if (stores) store_scalar(out, kDtypeOf<Staged>, 0, value);
-      history_x[0] += 2 * kAtOnce * kSliceWidth, history_x[1] += 2 * kAtOnce * kSliceWidth;
+      run_x[0] += 2 * kAtOnce * kSliceWidth, run_x[1] += 2 * kAtOnce * kSliceWidth;
       new_x += kAtOnce * kSliceWidth, out += kAtOnce * kSliceWidth;
     }
   }
@@ -1277,7 +1319,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Head& head, bool last) const {
     constexpr int kTokens = 8;
     Staged* const head_out = head.out;
-    const int tiles = (history + 15) / 16;
+    const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
     const char* const scales =
         shared + places.chunk + params.state_bytes - 16;  // of the head, and before it of columns
@@ -1293,81 +1335,61 @@ struct ReadCta {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
+        if (i < tiles) weights[i] = split_weights(weights_of_run(k, own, i, terms));
       }
-      float factor[2], since[2], own_u[2];
+      float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int s = min(first + 2 * t + i, T - 1);
-        factor[i] = scale * floats(layout.query_scale)[s];
-        since[i] = terms[s];
-        own_u[i] = terms[layout.tokens + s * layout.tokens + s];
+        factor[i] = __fmul_rn(scale * floats(layout.query_scale)[s], terms[s]);
       }
-      const float* const u = terms + layout.tokens + own;
-      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
-      const uint4 weights_before =
-          split_weights(make_float4(before(2 * t), before(2 * t + 1), before(2 * t + 8), before(2 * t + 9)));
       auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[4]) {
         x.multiply(weight.y, weight.w, sum);
         x.multiply(weight.x, weight.z, sum);
       };
-      int history_x[2] = {places.history_x[0], places.history_x[1]}, tokens_x = new_tokens_at();
+      int run_x[2] = {places.run_x[0], places.run_x[1]};
       Staged* out = head_out + own * args.out.stride[0];
       typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
 
 #pragma unroll 1
       for (int slice = 0; slice < own_slices; ++slice) {
-        float value[4] = {}, sum[2][4] = {}, of_new[4] = {};
+        float value[4] = {}, sum[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], value);
+          if (i < tiles) add(HistoryOperand<Staged>(staged(run_x[i])), weights[i], value);
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
-          add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
-              value);
+          add(HistoryOperand<Staged>(staged(run_at(i)) + slice * kSliceWidth),
+              split_weights(weights_of_run(k, own, i, terms)), value);
         }
-        uint32_t x[4];
-        load_transposed(x, staged(tokens_x));
-        add(HistoryOperand<Staged>(x), weights_before, of_new);
-        const uint32_t own_x[2] = {first == 0 ? x[0] : x[2], first == 0 ? x[1] : x[3]};
-        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
-        // these are added apart.
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) finite = finite && isfinite(of_new[i]);
-        finite = __all_sync(~0u, finite);
-        if (!finite) {
+        for (int i = 0; i < 4; ++i) finite = finite && isfinite(value[i]);
+        if (!__all_sync(~0u, finite)) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = finite_of<Staged>(x[i]), of_new[i] = 0.0f;
-          add(HistoryOperand<Staged>(x), weights_before, of_new);
+          for (int i = 0; i < 4; ++i) value[i] = 0.0f;
 #pragma unroll 1
-          for (int r = 0; r < T; ++r) {
-            const Staged* const token =
-                staged(new_x_at()) + r * layout.x_stride + (first_slice + slice) * kSliceWidth + g;
+          for (int i = 0; i < tiles; ++i) {
+            uint32_t x[4];
+            load_transposed(x, staged(run_at(i)) + slice * kSliceWidth);
+            leave_out(i, x);
+            add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), value);
+          }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int s = min(first + 2 * t + i % 2, T - 1);
-              const float left_out = static_cast<float>(token[i / 2 * 8]);
-              if (r >= s || isfinite(left_out)) continue;
-              of_new[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, of_new[i]);
-            }
+          for (int i = 0; i < 4; ++i) {
+            value[i] = add_left_out(terms, min(first + 2 * t + i % 2, T - 1),
+                                    (first_slice + slice) * kSliceWidth + g + i / 2 * 8, value[i]);
           }
         }
         const State codes(source);
         if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
         multiply_scaled(codes, typename State::Factors(codes), query, sum);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float both = fmaf(codes.scaled_sum(sum, i), factor[i % 2], value[i]);
-          value[i] = __fadd_rn(__fmul_rn(both, since[i % 2]), of_new[i]);
-        }
         uint32_t stored[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float2 pair = unpack_pair<Staged>(own_x[i]);
-          stored[i] = transpose_pairs(
-              pack_pair<Staged>(fmaf(own_u[0], pair.x, value[2 * i]), fmaf(own_u[1], pair.y, value[2 * i + 1])));
+          auto output = [&](int j) { return fmaf(codes.scaled_sum(sum, j), factor[j % 2], value[j]); };
+          stored[i] = transpose_pairs(pack_pair<Staged>(output(2 * i), output(2 * i + 1)));
         }
         if (first + g < T) {
 #pragma unroll
@@ -1381,7 +1403,7 @@ struct ReadCta {
           }
         }
         source.advance();
-        history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
+        run_x[0] += 2 * kSliceWidth, run_x[1] += 2 * kSliceWidth;
         out += kSliceWidth;
       }
     }
@@ -1391,7 +1413,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
                                              Slices& slices) const {
     constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
-    const int tiles = (history + 15) / 16;
+    const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
     const float decay = kFolds ? 1.0f : floats(layout.decay)[k];
     const typename State::Places of_state(lane);
@@ -1409,16 +1431,9 @@ struct ReadCta {
       }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
+      if (i < tiles) weights[i] = split_weights(weights_of_run(k, own, i, terms));
     }
-    const float factor = decay * floats(layout.query_scale)[own], since = terms[own];
-    const float* const u = terms + layout.tokens + own;
-    const float own_u = u[own * layout.tokens];
-    uint4 weights_before = {};  // of new tokens before it
-    if (!kSingle) {
-      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
-      weights_before = split_weights(make_float4(before(2 * t), before(2 * t + 1), 0.0f, 0.0f));
-    }
+    const float factor = __fmul_rn(decay * floats(layout.query_scale)[own], terms[own]);
     auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
 #pragma unroll
       for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
@@ -1428,72 +1443,55 @@ struct ReadCta {
                                         x.part[part][2 * half + 1]);
         }
     };
-    auto sum_of = [](const float (&sum)[2][4], int i) { return __fadd_rn(sum[i / 2][i % 2], sum[i / 2][2 + i % 2]); };
-
-    int history_x[2] = {places.history_x[0], places.history_x[1]};
-    int tokens_x = kSingle ? 0 : new_tokens_at();
-    const Staged *new_x = staged(places.out_x), *own_x = new_x + own * layout.x_stride;
+    int run_x[2] = {places.run_x[0], places.run_x[1]};
     Staged* out = head_out + own * args.out.stride[0];
 
 #pragma unroll 1
     for (int slice = 0; slice < slices.own; ++slice) {
       const State state = take_slice(slices, of_state);
-      float past[2][4] = {};
+      float of_run[2][4] = {}, value[kRows];
       typename State::Sums sum = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], past);
+        if (i < tiles) add(HistoryOperand<Staged>(staged(run_x[i])), weights[i], of_run);
       }
 #pragma unroll 1
       for (int i = 2; i < tiles; ++i) {
-        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
-            past);
+        add(HistoryOperand<Staged>(staged(run_at(i)) + slice * kSliceWidth),
+            split_weights(weights_of_run(k, own, i, terms)), of_run);
       }
+      auto take_values = [&] {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) value[i] = __fadd_rn(of_run[i / 2][i % 2], of_run[i / 2][2 + i % 2]);
+      };
 #pragma unroll
       for (int part = kQueryParts - 1; part >= 0; --part) {
         state.multiply([&](int i) { return query[part][i]; }, sum);
       }
-      float value[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        value[i] = __fmul_rn(fmaf(State::value(sum, i), factor, sum_of(past, i)), since);
-      }
+      take_values();
       if (!kSingle && T > 1) {
-        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
-        // these are added apart.
-        float before[2][4] = {};
-        uint32_t x[4];
-        load_transposed(x, staged(tokens_x));
-        add(HistoryOperand<Staged>(x), weights_before, before);
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(sum_of(before, i));
-        finite = __all_sync(~0u, finite);
-        if (!finite) {
+        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(value[i]);
+        if (!__all_sync(~0u, finite)) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[i] = finite_of<Staged>(x[i]);
-            before[i / 2][i % 2] = before[i / 2][i % 2 + 2] = 0.0f;
-          }
-          add(HistoryOperand<Staged>(x), weights_before, before);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          if (own > 0) value[i] = __fadd_rn(value[i], sum_of(before, i));
-        }
+          for (int i = 0; i < 8; ++i) of_run[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
-        for (int r = 0; !finite && r < own; ++r) {
+          for (int i = 0; i < tiles; ++i) {
+            uint32_t x[4];
+            load_transposed(x, staged(run_at(i)) + slice * kSliceWidth);
+            leave_out(i, x);
+            add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), of_run);
+          }
+          take_values();
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            const float left_out = static_cast<float>(new_x[r * layout.x_stride + i / 2 * 8 + i % 2]);
-            if (!isfinite(left_out)) value[i] = fmaf(u[r * layout.tokens], left_out, value[i]);
+            value[i] = add_left_out(terms, own, (first_slice + slice) * kSliceWidth + 2 * t + i / 2 * 8 + i % 2, value[i]);
           }
         }
       }
-      const float2 upper = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x)),
-                   lower = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x + 8));
-      value[0] = fmaf(own_u, upper.x, value[0]), value[1] = fmaf(own_u, upper.y, value[1]);
-      value[2] = fmaf(own_u, lower.x, value[2]), value[3] = fmaf(own_u, lower.y, value[3]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) value[i] = fmaf(State::value(sum, i), factor, value[i]);
       if (g < T) {
         if (params.paired) {
           *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
@@ -1503,8 +1501,8 @@ struct ReadCta {
           for (int i = 0; i < kRows; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
         }
       }
-      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
-      new_x += kSliceWidth, own_x += kSliceWidth, out += kSliceWidth;
+      run_x[0] += 2 * kSliceWidth, run_x[1] += 2 * kSliceWidth;
+      out += kSliceWidth;
     }
   }
 
@@ -1543,7 +1541,8 @@ struct ReadCta {
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
-      request_tokens(Head(*this, 0).new_x, staged(new_x_at()) + (kSingle ? 0 : x_row) * layout.x_stride + x_column);
+      Staged* const target = staged(x_at()) + x_row * layout.x_stride + x_column;  // there is no history
+      request_x(Head(*this, 0), target, target);
     }
     close_group();
   }
