@@ -298,7 +298,9 @@ struct ReadCta {
     const int position = row.ring_row - 1 - record;
     return position < 0 ? position + problem.ring_rows : position;
   }
-  __device__ int ring_row_of(int staged) const { return ring_position(row.ring_row, staged - history, problem.ring_rows); }
+  __device__ int ring_row_of(int staged) const {
+    return ring_position(row.ring_row, staged - history, problem.ring_rows);
+  }
   // Of staged records, how many come from the ring: the new ones too, if they are there.
   __device__ int from_ring() const { return history + (params.scan.append ? 0 : T); }
   __device__ Staged* b_ring() const {
@@ -1176,9 +1178,7 @@ struct ReadCta {
     auto of = [&](int record) {
       record += 16 * tile + 2 * t;
       const int r = record - history;
-      return r < 0    ? __fmul_rn(__fmul_rn(v[record], product[record]), since)
-             : r <= s ? u[r * layout.tokens]
-                      : 0.0f;
+      return r < 0 ? __fmul_rn(__fmul_rn(v[record], product[record]), since) : r <= s ? u[r * layout.tokens] : 0.0f;
     };
     return make_float4(of(0), of(1), of(8), of(9));
   }
@@ -1486,7 +1486,8 @@ struct ReadCta {
           take_values();
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            value[i] = add_left_out(terms, own, (first_slice + slice) * kSliceWidth + 2 * t + i / 2 * 8 + i % 2, value[i]);
+            value[i] =
+                add_left_out(terms, own, (first_slice + slice) * kSliceWidth + 2 * t + i / 2 * 8 + i % 2, value[i]);
           }
         }
       }
