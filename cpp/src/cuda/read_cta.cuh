@@ -1202,15 +1202,20 @@ struct ReadCta {
       if (record + 1 >= history) x[i] = x[i] & 0xffffu | finite & 0xffff0000u;
     }
   }
-  // and these are added, of token s and a row of the head.
-  __device__ float add_left_out(const float* terms, int s, int p, float value) const {
-    const Staged* const x = staged(new_x_at()) + p;
+  // and these are added: to sums of two tokens, and of the head's row p and those behind it that a lane has.
+  __device__ void add_left_out(const float* terms, int first, int second, int p, float (&value)[4]) const {
+    const Staged* x = staged(new_x_at()) + p;
 #pragma unroll 1
-    for (int r = 0; r <= s; ++r) {
-      const float left_out = static_cast<float>(x[r * layout.x_stride]);
-      if (!isfinite(left_out)) value = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value);
+    for (int r = 0; r < T; ++r, x += layout.x_stride) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = i % 2 == 0 ? first : second;
+        const float left_out = static_cast<float>(x[i / 2 * 8 + (kPlain ? i % 2 : 0)]);
+        if (r <= s && !isfinite(left_out)) {
+          value[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value[i]);
+        }
+      }
     }
-    return value;
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
@@ -1376,11 +1381,8 @@ struct ReadCta {
             leave_out(i, x);
             add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), value);
           }
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            value[i] = add_left_out(terms, min(first + 2 * t + i % 2, T - 1),
-                                    (first_slice + slice) * kSliceWidth + g + i / 2 * 8, value[i]);
-          }
+          add_left_out(terms, min(first + 2 * t, T - 1), min(first + 2 * t + 1, T - 1),
+                       (first_slice + slice) * kSliceWidth + g, value);
         }
         const State codes(source);
         if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
@@ -1484,11 +1486,7 @@ struct ReadCta {
             add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), of_run);
           }
           take_values();
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            value[i] =
-                add_left_out(terms, own, (first_slice + slice) * kSliceWidth + 2 * t + i / 2 * 8 + i % 2, value[i]);
-          }
+          add_left_out(terms, own, own, (first_slice + slice) * kSliceWidth + 2 * t, value);
         }
       }
 #pragma unroll
