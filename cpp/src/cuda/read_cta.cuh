@@ -42,12 +42,13 @@ struct Quotient {
 struct ReadShared {
   int warps, tokens, rows;  // rows: records of the history and, behind them, new tokens
   int g_stride, x_stride;   // of a token of B^T C; of a record of x
-  int delta_stride;         // of a head of delta and v
+  int delta_stride;         // of a head of v and, in CTAs that fold, of delta
   int b, c;
   int terms_stride;
   int zeros, query, g, g_new, query_scale, barrier;
-  int delta, v, rate, decay;  // of each head. Behind the history's delta lie the tokens'. v has the exponents first.
-                              // CTAs that fold have their decay behind it
+  int delta, v, rate, decay;  // of each head; delta: of each record, or of each head in CTAs that fold. Behind the
+                              // history's delta lie the tokens'. v has the exponents first. CTAs that fold have their
+                              // decay behind it
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
   int scaled;    // of each warp: C times column scales, where a row has one token. CTAs that don't fold have this and
                  // terms in the place of B and C, of which nothing is needed then
@@ -75,15 +76,15 @@ struct ReadShared {
         x_stride(P + 8),  // so that the rows of a matrix lie in different banks,
         delta_stride(round_up(window + (folded_size > 0 ? tokens : 0), 32) + 2),  // and the heads
         b(folded_size > 0 ? wide_size(window) * 4 : 0),
-        c(b + rows * kStride * 2),
+        c(b + rows * kMaxStateDim * 2),
         terms_stride(round_up(tokens + tokens * tokens, 4)),
-        zeros(std::max(c + tokens * kStride * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
+        zeros(std::max(c + tokens * kMaxStateDim * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
         query(zeros + kZeroBytes),
         g(query + query_parts * tokens * kQueryStride * 4),
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + (warps * (plain ? kSlots : 1) + 1) * 8),
+        delta(round_up(barrier + (warps * (plain ? kSlots : 1) + 1) * 8, 16)),
         v(delta + heads * delta_stride * 4),
         rate(v + (wide ? warps : heads) * delta_stride * 4),
         decay(rate + heads * 4),
@@ -142,6 +143,8 @@ struct ReadParams {
   Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
+  Quotient delta_parts;         // of a record's delta of a CTA that steps,
+  int delta_part;               // each of so many heads
   int state_bytes;              // of a head, as steps read it
   struct {
     int64_t state, ring, new_x, out;  // bytes, elements
@@ -282,7 +285,7 @@ struct ReadCta {
   // Records of the team's head: bytes in shared memory; of the history, and of the new tokens.
   __device__ int x_at() const { return layout.x + team * layout.rows * layout.x_stride * 2; }
   __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
-  __device__ Staged* new_b() const { return staged(layout.b) + history * kStride; }
+  __device__ Staged* new_b() const { return staged(layout.b) + history * N; }
   // What steps read of the team's head, if it is quantised.
   __device__ int state_at() const { return kKeeps ? layout.folded : layout.state + team * layout.state_bytes; }
   __device__ char* state() const { return shared + state_at(); }
@@ -290,6 +293,7 @@ struct ReadCta {
   __device__ Barrier* slot_barrier(int slot) const {
     return reinterpret_cast<Barrier*>(shared + layout.barrier) + warp * kSlots + slot;
   }
+  // Of what is folded; else of B.
   __device__ Barrier* fold_barrier() const {
     return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps * (kPlain ? kSlots : 1);
   }
@@ -364,26 +368,46 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
+  // Of B, what comes from the ring: one run of it or two.
+  __device__ void request_b() const {
+    const int count = from_ring();
+    Staged* const B = staged(layout.b);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (!kFolds) {
+      if (warp == kWarps - 1 && elect_lane()) {
+        constexpr int kBytes = N * sizeof(Staged);
+        const Staged* const ring = b_ring();
+        const int first = ring_row_of(0), whole = min(count, problem.ring_rows - first);
+        arrive_expecting(fold_barrier(), count * kBytes);
+        if (count > 0) request_block(B, ring + first * N, whole * kBytes, fold_barrier());
+        if (count > whole) request_block(B + whole * N, ring, (count - whole) * kBytes, fold_barrier());
+      }
+      return;
+    }
+#endif
+    const int column = tid % kRowParts * 8;
+    const Staged* const ring = b_ring() + column;
+#pragma unroll 1
+    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+      request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
+    }
+  }
+
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
-    const int part_row = tid / kRowParts, part_column = tid % kRowParts * 8;
-    const Staged* const ring = b_ring() + part_column;
-    Staged* const B = staged(layout.b) + part_column;
-#pragma unroll 1
-    for (int i = part_row; i < from_ring(); i += kRowsAtOnce) {
-      request_16_bytes(B + i * kStride, ring + ring_row_of(i) * N);
-    }
+    const int part_column = tid % kRowParts * 8;
+    request_b();
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
       if (params.scan.append) {
-        request_input(new_b() + s * kStride + part_column,
+        request_input(new_b() + s * N + part_column,
                       static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
                           group * args.B.stride[1] + part_column,
                       params.scan.b_aligned);
       }
       if (!kKeeps) {
-        request_input(staged(layout.c) + s * kStride + part_column,
+        request_input(staged(layout.c) + s * N + part_column,
                       static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
                           group * args.C.stride[1] + part_column,
                       params.scan.c_aligned);
@@ -391,7 +415,7 @@ struct ReadCta {
     }
 #pragma unroll 1
     for (int s = turned(2) / kRowParts; kKeeps && s < T; s += kRowsAtOnce) {
-      request_input(staged(layout.c) + s * kStride + part_column,
+      request_input(staged(layout.c) + s * N + part_column,
                     static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
@@ -401,18 +425,33 @@ struct ReadCta {
         const float* const source = delta_ring(0);
 #pragma unroll 1
         for (int i = lane; i < h; i += 32) {
-          request_4_bytes(floats(layout.delta) + i, source + ring_before(i) * params.heads_per_group);
+          request_4_bytes(&delta(0, i), source + ring_before(i) * params.heads_per_group);
         }
       }
       return;
     }
-    const int k = thread_head();
-    if (k >= heads) return;
-    const float* const source = delta_ring(k);
-    float* const target = floats(layout.delta) + k * layout.delta_stride;
+    if constexpr (kFolds) {
+      const int k = thread_head();
+      if (k >= heads) return;
+      const float* const source = delta_ring(k);
 #pragma unroll 1
-    for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
-      request_4_bytes(target + i, source + (kFolds ? ring_before(i) : ring_row_of(i)) * params.heads_per_group);
+      for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
+        request_4_bytes(&delta(k, i), source + ring_before(i) * params.heads_per_group);
+      }
+    } else {
+      const float* const source = delta_ring(0);
+      const int parts = params.delta_parts.divisor;
+#pragma unroll 1
+      for (int i = tid; i < h * parts; i += kThreads) {
+        const int record = params.delta_parts(i), k = (i - record * parts) * params.delta_part;
+        if (k >= heads) continue;
+        const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
+        if (params.delta_part == 4) {
+          request_16_bytes(&delta(k, record), part);
+        } else {
+          request_4_bytes(&delta(k, record), part);
+        }
+      }
     }
   }
 
@@ -436,8 +475,10 @@ struct ReadCta {
       state = cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head);
       ring = reinterpret_cast<Staged*>(section_of(cta.params.scan.layer.x_ring, cta.row.slot)) +
              cta.record_of(k) * cta.problem.geometry.head_dim + cta.x_column;
-      new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
-              head * args.x.stride[1] + cta.x_column;
+      new_x = static_cast<const Staged*>(args.x.data);
+      if (new_x) {
+        new_x += (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] + head * args.x.stride[1] + cta.x_column;
+      }
       out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
             cta.first_slice * kSliceWidth + cta.output_row();
     }
@@ -625,7 +666,7 @@ struct ReadCta {
   __device__ void form_query() const {
 #pragma unroll 1
     for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
-      const Staged* const token = staged(layout.c) + s * kStride;
+      const Staged* const token = staged(layout.c) + s * N;
       float value[4];
       load_shared<4>(token + lane * 4, value);
       uint32_t* const query = words(layout.query) + s * kQueryStride;
@@ -675,7 +716,7 @@ struct ReadCta {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
         float sum[2][4] = {};
-        multiply_records(staged(layout.b), first, count, staged(layout.c), token, T, g, t, sum);
+        multiply_records<N>(staged(layout.b), first, count, staged(layout.c), token, T, g, t, sum);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
@@ -729,19 +770,18 @@ struct ReadCta {
       if (s >= T) continue;
       const float step = discretised_step(bits_to_float(inputs.dt[i], args.dt.dtype),
                                           bits_to_float(inputs.bias, args.dt_bias.dtype), args.dt_min, args.dt_max);
-      floats(layout.delta)[k * layout.delta_stride + h + s] = step;
+      delta(k, h + s) = step;
       delta_ring(k)[ring_position(row.ring_row, s, problem.ring_rows) * params.heads_per_group] = step;
     }
     if (thread_token() > 0) return;
     const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
     floats(layout.rate)[k] = rate;
-    const float* const delta = floats(layout.delta) + k * layout.delta_stride;
     float* const exponents = floats(layout.v) + k * layout.delta_stride;
     float sum = 0.0f;
 #pragma unroll 4
     for (int i = history - 1; i >= 0; --i) {
       exponents[i] = sum;
-      sum = __fadd_rn(sum, __fmul_rn(rate, delta[i]));
+      sum = __fadd_rn(sum, __fmul_rn(rate, delta(k, i)));
     }
     floats(layout.decay)[k] = expf(sum);
   }
@@ -751,7 +791,6 @@ struct ReadCta {
     const int k = thread_head(), stride = layout.tokens;
     if (k >= heads) return;
     const float rate = floats(layout.rate)[k], skip = bits_to_float(inputs.skip, args.D.dtype);
-    const float* const steps = floats(layout.delta) + k * layout.delta_stride + h;
     float* const since = floats(layout.terms) + k * layout.terms_stride;
     float* const u = since + stride;
 #pragma unroll 1
@@ -760,8 +799,8 @@ struct ReadCta {
 #pragma unroll 1
       for (int r = s; r >= 0; --r) {
         const float product = floats(layout.g_new)[r * stride + s];
-        u[r * stride + s] = fmaf(record_weight(steps[r], exponent), product, r == s ? skip : 0.0f);
-        exponent = __fadd_rn(exponent, __fmul_rn(rate, steps[r]));
+        u[r * stride + s] = fmaf(record_weight(delta(k, h + r), exponent), product, r == s ? skip : 0.0f);
+        exponent = __fadd_rn(exponent, __fmul_rn(rate, delta(k, h + r)));
       }
       since[s] = expf(exponent);
     }
@@ -772,13 +811,17 @@ struct ReadCta {
     constexpr int kTile = 16, kHeads = kThreads / kTile;
 #pragma unroll 1
     for (int k = tid / kTile; k < heads; k += kHeads) {
-      const float* const delta = floats(layout.delta) + k * layout.delta_stride;
       float* const v = floats(layout.v) + k * layout.delta_stride;
 #pragma unroll 1
       for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
-        v[i] = i < history ? record_weight(delta[i], v[i]) : 0.0f;
+        v[i] = i < history ? record_weight(delta(k, i), v[i]) : 0.0f;
       }
     }
+  }
+
+  // Of the k-th head, the history's and behind it the tokens'.
+  __device__ float& delta(int k, int record) const {
+    return floats(layout.delta)[kFolds ? k * layout.delta_stride + record : record * params.cta_heads + k];
   }
 
   // Of the k-th head that is folded: weights of its records, and behind them the decay.
@@ -788,12 +831,15 @@ struct ReadCta {
   __device__ void prepare(const TokenInputs& inputs) const {
     await_groups<1>();
     synchronise();
+#if __CUDA_ARCH__ >= 900
+    if (!kFolds) await(fold_barrier(), 0);
+#endif
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
       for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
         *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
-            *reinterpret_cast<const uint4*>(new_b() + s * kStride + part_column);
+            *reinterpret_cast<const uint4*>(new_b() + s * N + part_column);
       }
     }
     form_products();
@@ -1510,7 +1556,7 @@ struct ReadCta {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
-    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
+    if (kFolds ? tid == 0 : warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), kFolds ? 1 + kThreads : 1);
     finish_stores_before_blocks();
     if (kFolds) {
       synchronise();  // all threads arrive at fold_barrier()

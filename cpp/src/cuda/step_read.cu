@@ -274,6 +274,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.cta_heads = heads;
     params.chunks = Quotient(chunks);
     params.ctas = Quotient(g.num_groups * chunks);
+    params.delta_part = heads % 4 == 0 && params.heads_per_group % 4 == 0 ? 4 : 1;
+    params.delta_parts = Quotient(heads / params.delta_part);
     params.stepping = lay_out(problem, false, scan.args.max_count, heads, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };
