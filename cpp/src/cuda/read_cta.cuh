@@ -253,13 +253,14 @@ struct ReadCta {
         shared(hide_address(shared + step_half() * layout.bytes)),
         tid(keep(kPaired ? threadIdx.x % kThreads : threadIdx.x)),
         warp(__shfl_sync(~0u, tid / 32, 0)),  // the shuffle tells the compiler that a warp has one index
-        lane(tid % 32),
-        g(lane / 4),
-        t(lane % 4),
+        lane(tid & 31),
+        g(lane >> 2),
+        t(lane & 3),
         team_bits(team_bits),
         team(warp >> team_bits),
         member(warp & ((1 << team_bits) - 1)),
         x_rows(params.x_parts(32 << team_bits)) {
+    __builtin_assume(tid >= 0);  // so that divisions need not round towards zero
     const int team_lane = member * 32 + lane, parts = params.x_parts.divisor;
     x_row = params.x_parts(team_lane);
     x_column = (team_lane - x_row * parts) * 8;
@@ -502,6 +503,10 @@ struct ReadCta {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+    }
+    // What is read of a head that has been requested.
+    __device__ void find_inputs(const ReadCta& cta) {
+      const ReadShared& layout = cta.layout;
       if (!kPlain) chunk = keep(cta.state_at());
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
       run_x[0] = keep(cta.run_at(0)), run_x[1] = keep(cta.run_at(1));
@@ -1633,9 +1638,7 @@ struct ReadCta {
   __device__ __forceinline__ void run() const {
     if (!kFolds) begin();
     Head head(*this, team);
-    const Places places(*this);
-    QueryPlaces of_query;
-    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
+    Places places(*this);
     Slices slices;
     if constexpr (kPlain) {
       slices = Slices(*this, head);
@@ -1643,6 +1646,9 @@ struct ReadCta {
     }
     if (team < heads) request_head(head, places);
     close_group();
+    places.find_inputs(*this);
+    QueryPlaces of_query;
+    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
     if constexpr (!kFolds) {
       prepare(load_tokens());
     } else if (team_bits > 0 && !kKeeps) {
