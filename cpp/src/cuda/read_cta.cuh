@@ -147,8 +147,8 @@ struct ReadParams {
   int delta_part;               // each of so many heads
   int state_bytes;              // of a head, as steps read it
   struct {
-    int64_t state, ring, new_x, out;  // bytes, elements
-  } advance;                          // from a head to the warp's next
+    int64_t state, ring, new_x, out;
+  } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
@@ -193,6 +193,11 @@ struct FlushingRows {
     return __ffs(rest) - 1;
   }
 };
+
+template <typename T>
+__device__ inline T* beyond(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
+}
 
 // Brings what the host has given near, so that no access to it has to wait when others wait for that.
 __device__ inline void fetch_parameters(const ReadParams& params) {
@@ -485,9 +490,9 @@ struct ReadCta {
     }
     __device__ void advance(const ReadParams& params) {  // where warps have a head each
       state += params.advance.state;
-      ring = keep(ring + params.advance.ring);
-      new_x = keep(new_x + params.advance.new_x);
-      out += params.advance.out;
+      ring = keep(beyond(ring, params.advance.ring));
+      new_x = keep(beyond(new_x, params.advance.new_x));
+      out = beyond(out, params.advance.out);
     }
   };
 
@@ -518,6 +523,8 @@ struct ReadCta {
     int head_scale;
     int column_scales, query, scaled;  // of the two words of C that the lane scales
     int operand;
+    int weights, next_weights;  // of the history: of the first head; from head to head
+    int part;                   // that the lane takes of them
 
     QueryPlaces() = default;
     __device__ explicit QueryPlaces(const ReadCta& cta) {
@@ -531,6 +538,17 @@ struct ReadCta {
       scaled = keep(copy + 8 * lane);
       // Zeros where the lane brings none of a product's column.
       operand = keep(cta.g == 2 * cta.t ? (State::kColumnScales ? copy : layout.query) + 16 * cta.t : layout.zeros);
+      // Column 0 of a product has the upper halves of weights, column 2 what these leave out, the others zeros.
+      const bool brings = cta.g == 0 || cta.g == 2;
+      weights = keep((brings ? layout.v : layout.zeros) + 8 * cta.t);
+      next_weights = keep(brings ? 4 * layout.delta_stride : 0);
+      part = keep(cta.g == 0 ? 0x7632 : 0x5410);
+    }
+    // Of a tile of the k-th head.
+    __device__ uint2 weights_of(const char* shared, int k, int tile) const {
+      const char* const at = shared + weights + k * next_weights + (next_weights > 0 || tile < 2 ? 64 * tile : 0);
+      const uint2 first = *reinterpret_cast<const uint2*>(at), second = *reinterpret_cast<const uint2*>(at + 32);
+      return make_uint2(__byte_perm(first.x, first.y, part), __byte_perm(second.x, second.y, part));
     }
   };
 
@@ -809,9 +827,15 @@ struct ReadCta {
       }
       since[s] = expf(exponent);
     }
+    // Beside the two terms of an only token what else its sums are multiplied by.
+    if (kSingle && !kPlain && thread_token() == 0) {
+      since[2] = kFolds ? 1.0f : floats(layout.decay)[k];
+      since[3] = *floats(layout.query_scale);
+    }
   }
 
-  // v in the place of the exponents, and zeros up to a multiple of 16.
+  // v in the place of the exponents, and zeros up to a multiple of 16. A row's only token, to a quantised state, takes
+  // v times B^T C instead, in two parts of BF16: upper halves, and what these leave out.
   __device__ void weigh_records() const {
     constexpr int kTile = 16, kHeads = kThreads / kTile;
 #pragma unroll 1
@@ -819,7 +843,14 @@ struct ReadCta {
       float* const v = floats(layout.v) + k * layout.delta_stride;
 #pragma unroll 1
       for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
-        v[i] = i < history ? record_weight(delta(k, i), v[i]) : 0.0f;
+        const float weight = i < history ? record_weight(delta(k, i), v[i]) : 0.0f;
+        if (reads_one()) {
+          const uint32_t bits = float_bits(__fmul_rn(weight, floats(layout.g)[i])), upper = bits & 0xffff0000u;
+          const float rest = __fsub_rn(bits_float(bits), bits_float(upper));
+          v[i] = bits_float(upper | pack_pair<__nv_bfloat16>(rest, 0.0f));
+        } else {
+          v[i] = weight;
+        }
       }
     }
   }
@@ -1296,23 +1327,17 @@ struct ReadCta {
   // that are its own. last: it reads no other after that.
   __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
                                              Head& head, bool last) const {
-    constexpr uint32_t kUpper = 0xffff0000u;
     const int tiles = (history + 15) / 16;
     scale_query(of_query);
-    const float scale = State::head_scale(shared + of_query.head_scale) * (kFolds ? 1.0f : floats(layout.decay)[k]);
-    const float factor = scale * *floats(layout.query_scale), since = floats(terms_at)[0],
-                u = floats(terms_at)[layout.tokens];
-    // Column 0 of a product has the upper halves of weights, column 2 what these leave out, the others zeros.
-    const uint32_t whole = g == 0 ? kUpper : g == 2 ? ~0u : 0, taken = g == 2 ? kUpper : 0;
-    auto take_weights = [&](int tile) {
-      const float4 all = weights_of(k, 0, tile);
-      auto part = [&](float weight) {
-        const uint32_t bits = float_bits(weight);
-        return __fsub_rn(bits_float(bits & whole), bits_float(bits & taken));
-      };
-      return make_uint2(pack_pair<__nv_bfloat16>(part(all.x), part(all.y)),
-                        pack_pair<__nv_bfloat16>(part(all.z), part(all.w)));
-    };
+    const float* const terms = floats(terms_at);
+    float4 of_token;  // exp(f), u, d, the scale of the query
+    if constexpr (kSingle) {
+      of_token = *reinterpret_cast<const float4*>(terms);
+    } else {
+      of_token = make_float4(terms[0], terms[layout.tokens], kFolds ? 1.0f : floats(layout.decay)[k],
+                             *floats(layout.query_scale));
+    }
+    const float factor = State::head_scale(shared + of_query.head_scale) * of_token.z * of_token.w;
     uint4 query[kProducts / 2];
     uint2 weights[2] = {};
 #pragma unroll
@@ -1321,7 +1346,7 @@ struct ReadCta {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = take_weights(i);
+      if (i < tiles) weights[i] = of_query.weights_of(shared, k, i);
     }
     int run_x[2] = {places.run_x[0], places.run_x[1]};
     const Staged* new_x = staged(places.out_x);
@@ -1344,7 +1369,7 @@ struct ReadCta {
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
-          const uint2 of_tile = take_weights(i);
+          const uint2 of_tile = of_query.weights_of(shared, k, i);
           const HistoryOperand<Staged> x(staged(run_at(i)) + (slice + j) * kSliceWidth);
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
@@ -1363,7 +1388,7 @@ struct ReadCta {
         }
       }
       source.advance(kAtOnce);
-      const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
+      const float value = fmaf(of_token.y, own_x, __fmul_rn(sum_over_quad(y, t), of_token.x));
       if (stores) store_scalar(out, kDtypeOf<Staged>, 0, value);
       run_x[0] += 2 * kAtOnce * kSliceWidth, run_x[1] += 2 * kAtOnce * kSliceWidth;
       new_x += kAtOnce * kSliceWidth, out += kAtOnce * kSliceWidth;

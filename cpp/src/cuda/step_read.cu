@@ -256,7 +256,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
-      int64_t{kWarps} * g.head_dim, kWarps * scan.args.x.stride[1], kWarps * scan.args.out.stride[1]};
+      int64_t{2 * kWarps} * g.head_dim, 2 * kWarps * scan.args.x.stride[1], 2 * kWarps * scan.args.out.stride[1]};
   params.state_bytes =
       with_read_format(problem.config, [&](auto format) { return StateOperand<decltype(format)>::bytes(g.head_dim); });
   const replayssm_tensor& out = scan.args.out;
