@@ -156,9 +156,10 @@ class ReplaySsmPlan(_Node):
 class ReplayCausalConv(_Node):
     def compute(self, plan, table, given, weight, bias, *rest):
         *lengths, state = rest
-        _, tokens, longest = self.batch(given.shape, lengths)
+        prompts, tokens, longest = self.batch(given.shape, lengths)
         given, weight, bias = map(np.ascontiguousarray, (given, weight, bias))
         out = self.undefined((*given.shape[:-1], self.inner + 2 * self.group))
+        first = 0 if prompts else self.inner + self.group  # of a step's tokens C alone, x and B go into the rings
         memory = self.state(state)
         self.core.conv_step(
             *self.layer_call(plan, table, memory),
@@ -166,10 +167,11 @@ class ReplayCausalConv(_Node):
             given.shape[-1],
             *_vector(weight),
             *_vector(bias),
-            out.ctypes.data,
+            out.ctypes.data + first * out.itemsize,
             out.shape[-1],
             tokens,
             longest,
+            not prompts,
         )
         return out, self.after(memory, state)
 
@@ -196,6 +198,8 @@ class ReplaySsmStep(_Node):
                 (self.inner + self.group, fields["state_dim"]),
             )
         ]
+        if not prompts:  # the convolution has stored x and B as records
+            columns[:2] = [(0, 0, 0)] * 2
         scan = self.core.prefill if prompts else self.core.step_flushed
         scan(
             *self.layer_call(plan, table, memory),

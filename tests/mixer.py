@@ -138,6 +138,11 @@ class Mixer:
         xBC = ops.conv_step(pool, layer, plan, raw, self.conv_weight, self.conv_bias)
         return op(pool, layer, plan, *self.split(xBC), dt, *self.weights)
 
+    def by_records(self, pool, layer, plan, raw, dt):
+        """A step whose x and B the convolution stores as records."""
+        C = ops.conv_step(pool, layer, plan, raw, self.conv_weight, self.conv_bias, records=True)
+        return ops.step(pool, layer, plan, None, None, C, dt, *self.weights)
+
 
 class Stack:
     """Mixers over a pool, one a layer, each fed the same tape."""

@@ -229,7 +229,8 @@ struct Spec {
 
   void conv_step(int64_t stream, uintptr_t table_, const Slots& data, int32_t layer_, uintptr_t plan_, int32_t rows,
                  uintptr_t in, int64_t in_stride, uintptr_t weight, int32_t weight_dtype, uintptr_t bias,
-                 int32_t bias_dtype, uintptr_t out, int64_t out_stride, int64_t num_tokens, int32_t max_count) const {
+                 int32_t bias_dtype, uintptr_t out, int64_t out_stride, int64_t num_tokens, int32_t max_count,
+                 bool records) const {
     const auto exec = execution(stream);
     const auto shared = table(table_);
     const auto section = layer(data, layer_);
@@ -238,7 +239,8 @@ struct Spec {
                                       vector(bias, bias_dtype),
                                       {pointer<void>(out), config.activation, {out_stride, 1}},
                                       num_tokens,
-                                      max_count};
+                                      max_count,
+                                      records};
     finish(replayssm_conv_step(&exec, &geometry, &config, &section, &shared, pointer<void>(plan_), rows, &args), stream,
            shared);
   }

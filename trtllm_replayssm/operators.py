@@ -21,10 +21,12 @@ DTYPE_CODES = {ACTIVATIONS[name]: code for name, code in _core.DTYPES.items()}
 _POOL = "Tensor(a!) table, Tensor(b!) data, str spec"
 _LAYER = f"{_POOL}, int layer, Tensor plan, int rows"
 _CHECKPOINT = "*, Tensor(e!)? checkpoint=None"  # of a pool whose checkpoints lie in another's tensor
+_TOKENS = "Tensor x, Tensor B"
 _SCAN = (
-    f"{_LAYER}, Tensor x, Tensor B, Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, "
+    f"{_LAYER}, {_TOKENS}, Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, "
     "float dt_min, float dt_max, int max_count"
 )
+_STEP = _SCAN.replace(_TOKENS, "Tensor? x, Tensor? B")  # None: in the rings
 SCHEMAS = {
     "reset": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
     "adopt": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
@@ -35,13 +37,13 @@ SCHEMAS = {
     "Tensor token_ends, bool prompts, Tensor(b!) plan",
     "commit": "Tensor(a!) table, str spec, Tensor plan, int rows, Tensor? accepted, int use",
     "abandon": "Tensor(a!) table, str spec, Tensor plan, int rows, int use",
-    "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count",
+    "conv_step": f"{_LAYER}, Tensor xBC, Tensor weight, Tensor? bias, Tensor(c!) out, int max_count, bool records",
     "rms_norm": "Tensor(a!) x, Tensor? addend, Tensor? gate, Tensor weight, Tensor(b!) out, int groups, float eps",
     "relu2": "Tensor(a!) x",
     "attend": "Tensor q, Tensor keys, Tensor values, Tensor slots, Tensor positions, Tensor cells, Tensor(a!) out, "
     "float scale",
     "flush": f"{_LAYER}, Tensor A_log, {_CHECKPOINT}",
-    "step": f"{_SCAN}, bool flushed, {_CHECKPOINT}",
+    "step": f"{_STEP}, bool flushed, {_CHECKPOINT}",
     "prefill": f"{_SCAN}, {_CHECKPOINT}",
     "conventional_step": f"{_SCAN}, {_CHECKPOINT}",
     "conventional_verify": f"{_SCAN}, Tensor(d!) snapshots, {_CHECKPOINT}",
@@ -149,7 +151,7 @@ def abandon(table, spec, plan, rows, use):
     core_spec(spec).abandon(_stream(table), table.data_ptr(), plan.data_ptr(), rows, use)
 
 
-def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_count):
+def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_count, records):
     if out.numel() and out.data_ptr() == xBC.data_ptr():
         raise ValueError("out: expected a tensor that does not overlap xBC, got the same memory")
     core_spec(spec).conv_step(
@@ -167,6 +169,7 @@ def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_
         out.stride(0),
         xBC.shape[0],
         max_count,
+        records,
     )
 
 
@@ -205,6 +208,10 @@ def flush(table, data, spec, layer, plan, rows, A_log, checkpoint=None):
     core_spec(spec).flush(_stream(table), table.data_ptr(), slots, layer, plan.data_ptr(), rows, *_address_dtype(A_log))
 
 
+def _tokens(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if tensor is None else (tensor.data_ptr(), *tensor.stride()[:2])
+
+
 def _scan(run, table, slots, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, out, dt_min, dt_max, max_count, *more):
     run(
         _stream(table),
@@ -213,12 +220,9 @@ def _scan(run, table, slots, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, 
         layer,
         plan.data_ptr(),
         rows,
-        x.data_ptr(),
-        *x.stride()[:2],
-        B.data_ptr(),
-        *B.stride()[:2],
-        C.data_ptr(),
-        *C.stride()[:2],
+        *_tokens(x),
+        *_tokens(B),
+        *_tokens(C),
         *_address_dtype(dt),
         *dt.stride(),
         *_address_dtype(A_log),
@@ -228,7 +232,7 @@ def _scan(run, table, slots, layer, plan, rows, x, B, C, dt, A_log, D, dt_bias, 
         *out.stride()[:2],
         dt_min,
         dt_max,
-        x.shape[0],
+        C.shape[0],
         max_count,
         *more,
     )

@@ -28,6 +28,8 @@ def conv_step(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    *,
+    records: bool = False,
 ) -> torch.Tensor:
     """Causal depthwise convolution and SiLU over the new tokens of each row, continuing from its slot's raw inputs.
 
@@ -41,10 +43,15 @@ def conv_step(
         xBC: activation dtype [num_tokens, conv_channels], raw inputs in the order x | B | C; rows may be strided.
         weight: fp32, bf16 or fp16 [conv_channels, K], contiguous (Hugging Face's [conv_channels, 1, K] squeezed).
         bias: fp32, bf16 or fp16 [conv_channels], or None.
-        out: like `xBC`, not overlapping it; allocated if None.
+        out: like `xBC`, not overlapping it; allocated if None. With `records` activation dtype [num_tokens, G, N].
+        records: x and B go to the rings, as the tokens' records, which spares `step` reading and appending them: it is
+            called without them, on the same plan. Only C is returned.
 
     Returns:
-        `out`, [num_tokens, conv_channels].
+        `out`, [num_tokens, conv_channels], with `records` C [num_tokens, G, N].
+
+    Raises:
+        ValueError: among others, with `records`, a row of more than max_step_tokens tokens, or a plan of folding ops.
     """
     _require_plan(pool, layer, plan)
     channels, taps = pool.geometry.conv_channels, pool.geometry.conv_kernel
@@ -53,9 +60,22 @@ def conv_step(
     require_tensor(pool.device, "weight", weight, (channels, taps), FLOATS, WHOLE)
     if bias is not None:
         require_tensor(pool.device, "bias", bias, (channels,), FLOATS, WHOLE)
-    out = _output(pool, out, (num_tokens, channels))
+    if records:
+        plan.require_use(STEPPED)
+        if layer in plan.done:
+            raise ValueError(f"layer: expected one whose step has not run on this plan, got {layer}")
+        geometry = pool.geometry
+        out = _output(pool, out, (num_tokens, geometry.num_groups, geometry.state_dim))
+        if geometry.num_groups > 1 and out.stride(1) != geometry.state_dim:
+            raise ValueError(f"out: expected groups side by side, got strides {out.stride()}")
+        flat, max_count = out.flatten(1), _step_bound(pool, plan)
+    else:
+        out = flat = _output(pool, out, (num_tokens, channels))
+        max_count = _bound(plan, num_tokens)
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
-    _ops.conv_step(*call, xBC, weight, bias, out, _bound(plan, num_tokens))
+    _ops.conv_step(*call, xBC, weight, bias, flat, max_count, records)
+    if records:
+        plan.recorded.add(layer)
     return out
 
 
@@ -173,8 +193,8 @@ def step(
     pool: StatePool,
     layer: int,
     plan: Plan,
-    x: torch.Tensor,
-    B: torch.Tensor,
+    x: torch.Tensor | None,
+    B: torch.Tensor | None,
     C: torch.Tensor,
     dt: torch.Tensor,
     A_log: torch.Tensor,
@@ -194,8 +214,9 @@ def step(
         pool: the pool.
         layer: 0..num_layers-1.
         plan: an outstanding plan of the pool that no folding op consumed.
-        x: activation dtype [num_tokens, H, P], after convolution and SiLU.
-        B: activation dtype [num_tokens, G, N].
+        x: activation dtype [num_tokens, H, P], after convolution and SiLU; None, with B: conv_step has stored both as
+            the tokens' records. The results have the same bits.
+        B: activation dtype [num_tokens, G, N], or None.
         C: activation dtype [num_tokens, G, N]. x, B and C may be slices of one tensor: only their last dimension must
             be contiguous.
         dt: fp32, bf16 or fp16 [num_tokens, H], raw; any strides.
@@ -209,8 +230,13 @@ def step(
         `out`, [num_tokens, H, P].
 
     Raises:
-        ValueError: among others, a row of more than max_step_tokens tokens.
+        ValueError: among others, a row of more than max_step_tokens tokens, and x and B left out where conv_step has
+            not stored them in this layer on this plan.
     """
+    if x is None and B is None and isinstance(plan, Plan) and layer not in plan.recorded:
+        raise ValueError(
+            f"x: expected a torch.Tensor, got None; conv_step stored no records of layer {layer} on this plan"
+        )
     return _scan(_ops.step, STEPPED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out, False)
 
 
@@ -323,13 +349,14 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     """
     _require_plan(pool, layer, plan)
     geometry = pool.geometry
-    num_tokens = _num_tokens(plan, "x", x)
+    num_tokens = _num_tokens(plan, "C", C)
     max_count = _bound(plan, num_tokens) if use == FOLDED else _step_bound(pool, plan)
     heads = (geometry.num_heads,)
     head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
     group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
-    require_tensor(pool.device, "x", x, head_rows, pool.activations, ROWS)
-    require_tensor(pool.device, "B", B, group_rows, pool.activations, ROWS)
+    if operator is not _ops.step or x is not None or B is not None:
+        require_tensor(pool.device, "x", x, head_rows, pool.activations, ROWS)
+        require_tensor(pool.device, "B", B, group_rows, pool.activations, ROWS)
     require_tensor(pool.device, "C", C, group_rows, pool.activations, ROWS)
     require_tensor(pool.device, "dt", dt, head_rows[:2], FLOATS, STRIDED)
     require_tensor(pool.device, "A_log", A_log, heads, FLOATS, WHOLE)

@@ -30,10 +30,11 @@ class Plan:
             (ops.conventional_verify), or None before the first of these. It stays when the plan is reused through
             `out=`: a captured graph repeats the same ops.
         done: layers in which that op has run since the plan was made. Running it twice would fold or append twice.
+        recorded: layers whose convolution has stored x and B as records since then.
         open: planned and neither committed nor abandoned.
     """
 
-    __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "done", "open")
+    __slots__ = ("pool", "rows", "buffer", "counts", "num_tokens", "max_count", "use", "done", "recorded", "open")
 
     def __init__(self, pool, rows: int, memory: torch.Tensor | None = None):
         self.pool = pool
@@ -47,6 +48,7 @@ class Plan:
         self.max_count: int | None = None
         self.use: str | None = None
         self.done: set[int] = set()
+        self.recorded: set[int] = set()
         self.open = False
 
     def begin(self, counts: list[int] | None, most: int | None = None):
@@ -55,6 +57,7 @@ class Plan:
         """
         self.open = True
         self.done.clear()
+        self.recorded.clear()
         self.counts = counts
         self.num_tokens = None if counts is None else sum(counts)
         self.max_count = most if counts is None else max(counts, default=0)

@@ -72,7 +72,7 @@ def run(device: str) -> list[dict]:
 @cache  # once a process
 def require(device: torch.device, geometry: MambaGeometry, replay: ReplayConfig, conventional: bool = False) -> None:
     """Runs what an engine will call, in its formats and sizes, on one group of heads: convolution, prefill, and decode
-    steps, ReplaySSM's until windows have been full, or conventional ones.
+    steps, ReplaySSM's until windows have been full, with tokens from tensors and from the rings, or conventional ones.
 
     Raises:
         SelfTestError: an op's numbers are wrong, by name, with the error and what it may be; or one cannot run.
@@ -141,6 +141,8 @@ class _Trial:
         self._forward("prefill", ops.prefill, [PROMPT, PROMPT - 5], [PROMPT, PROMPT - 5])
         for step in range(STEPS):
             self._forward("step", ops.step, [1, 1], [1, 1], order=[step % 2, 1 - step % 2])
+        for step in range(STEPS):
+            self._forward("step of records", ops.step, [1 + DRAFTS, 1], [1 + step % (1 + DRAFTS), 1], records=True)
         for _ in range(STEPS):
             self._forward("flush, then step", _flush_and_step, [1, 1], [1, 1])
         for step in range(STEPS // 2):
@@ -166,7 +168,11 @@ class _Trial:
             name, op, cycles = "conventional_verify", partial(ops.conventional_verify, snapshots=snapshots), 4
         for cycle in range(cycles):
             counts = [most, 1] if cycle % 2 else [1, most]
-            self._forward(name, op, counts, [1, 1] if cycle == 1 else counts, order=[cycle % 2, 1 - cycle % 2])
+            accepted, order = [1, 1] if cycle == 1 else counts, [cycle % 2, 1 - cycle % 2]
+            if name == "step" and cycle // 2 % 2:
+                self._forward("step of records", op, counts, accepted, order, records=True)
+            else:
+                self._forward(name, op, counts, accepted, order)
         if name != "conventional_verify":  # whose state is one of the snapshots
             state, _ = self.pool.materialize(0, self.slots)
             self._note("materialize", state.cpu().numpy(), self.state)
@@ -204,8 +210,10 @@ class _Trial:
         error = np.linalg.norm(given - expected, axis=1) / np.where(norms > 0, norms, 1)
         self.errors[op] = float(np.maximum(self.errors.get(op, 0.0), error.max()))  # NaN stays
 
-    def _forward(self, name: str, op, counts, accepted, order=(0, 1)) -> None:
-        """The new tokens of both sequences through conv_step and `op`, of which `accepted` are committed."""
+    def _forward(self, name: str, op, counts, accepted, order=(0, 1), records=False) -> None:
+        """The new tokens of both sequences through conv_step and `op`, of which `accepted` are committed. records: x
+        and B pass between these by way of the rings.
+        """
         H, P, G, N = self.geometry.num_heads, self.geometry.head_dim, self.geometry.num_groups, self.geometry.state_dim
         rows = list(order)
         counts, accepted = [counts[row] for row in rows], [accepted[row] for row in rows]
@@ -213,10 +221,15 @@ class _Trial:
         raw = self._tensor(self.random.standard_normal((total, self.geometry.conv_channels)), self.dtype)
         dt = self._tensor(self.random.standard_normal((total, H)), torch.float32)
         plan = self.pool.plan([self.slots[row] for row in rows], counts)
-        made = ops.conv_step(self.pool, 0, plan, raw, *self.conv)
+        if records:
+            C = ops.conv_step(self.pool, 0, plan, raw, *self.conv, records=True)
+            stored = torch.cat([self._stored(row, count) for row, count in zip(rows, counts, strict=True)])
+            made = torch.cat([stored, C.flatten(1)], -1)
+        else:
+            made = ops.conv_step(self.pool, 0, plan, raw, *self.conv)
         x, B, C = made.split([H * P, G * N, G * N], -1)
         x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
-        out = op(self.pool, 0, plan, x, B, C, dt, *self.weights)
+        out = op(self.pool, 0, plan, *((None, None) if records else (x, B)), C, dt, *self.weights)
         self.pool.commit(plan, None if plan.use == FOLDED else accepted)
         raw, dt, made, out, x, B, C = (values.double().cpu().numpy() for values in (raw, dt, made, out, x, B, C))
         first = 0
@@ -230,6 +243,15 @@ class _Trial:
             self.raw[row] = np.concatenate([self.raw[row], raw[mine][:kept]])
             self.state[row] = states[kept]
             first += count
+
+    def _stored(self, row: int, count: int) -> torch.Tensor:
+        """x and B of the records behind the row's committed ones, [count, H*P + G*N]."""
+        layout, slot = self.pool.layout, self.pool.data[0, self.slots[row]]
+        places, parts = [(len(self.raw[row]) + token) % layout.ring_rows for token in range(count)], []
+        for ring in (layout.sections["x_ring"], layout.sections["b_ring"]):
+            records = slot[ring.offset : ring.offset + ring.bytes].view(self.dtype).view(ring.shape)
+            parts.append(records[:, places].transpose(0, 1).flatten(1))
+        return torch.cat(parts, -1)
 
     def _convolved(self, row: int, raw: np.ndarray) -> np.ndarray:
         taps = self.geometry.conv_kernel

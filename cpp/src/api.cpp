@@ -139,13 +139,16 @@ replayssm_status check_token_counts(int64_t num_tokens, int32_t max_count) {
   return REPLAYSSM_OK;
 }
 
-replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_args* args) {
+// records: x and B may be those of the tokens' records.
+replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_args* args, bool records = false) {
   REPLAYSSM_REQUIRE_POINTER(args);
   REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
   if (args->num_tokens == 0) return REPLAYSSM_OK;  // then the op only refuses rows that bring tokens
   const int32_t activation = problem.config.activation;
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("x", args->x, activation));
-  REPLAYSSM_RETURN_IF_ERROR(check_activation("B", args->B, activation));
+  if (!records || args->x.data || args->B.data) {
+    REPLAYSSM_RETURN_IF_ERROR(check_activation("x", args->x, activation));
+    REPLAYSSM_RETURN_IF_ERROR(check_activation("B", args->B, activation));
+  }
   REPLAYSSM_RETURN_IF_ERROR(check_activation("C", args->C, activation));
   REPLAYSSM_RETURN_IF_ERROR(check_activation("out", args->out, activation));
   REPLAYSSM_REQUIRE_POINTER(args->dt.data);
@@ -160,14 +163,17 @@ replayssm_status check_scan_args(const Problem& problem, const replayssm_scan_ar
   return REPLAYSSM_OK;
 }
 
-// The arguments of an op whose rows bring at most max_step_tokens.
-replayssm_status check_step_args(const Problem& problem, const replayssm_scan_args* args) {
-  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args));
+replayssm_status check_step_count(const Problem& problem, int32_t max_count) {
   const int32_t limit = problem.config.max_step_tokens;
-  if (args->max_count > limit)
-    return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
-                limit, args->max_count);
-  return REPLAYSSM_OK;
+  if (max_count <= limit) return REPLAYSSM_OK;
+  return fail(REPLAYSSM_INVALID_ARGUMENT, "max_count: a step takes at most max_step_tokens=%d tokens a row, got %d",
+              limit, max_count);
+}
+
+// The arguments of an op whose rows bring at most max_step_tokens.
+replayssm_status check_step_args(const Problem& problem, const replayssm_scan_args* args, bool records = false) {
+  REPLAYSSM_RETURN_IF_ERROR(check_scan_args(problem, args, records));
+  return check_step_count(problem, args->max_count);
 }
 
 // The baselines keep the state as engines do: in one plain format.
@@ -464,6 +470,7 @@ replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm
   REPLAYSSM_REQUIRE_POINTER(plan);
   REPLAYSSM_REQUIRE_POINTER(args);
   REPLAYSSM_RETURN_IF_ERROR(check_token_counts(args->num_tokens, args->max_count));
+  if (args->records) REPLAYSSM_RETURN_IF_ERROR(check_step_count(problem, args->max_count));
   if (rows == 0) return REPLAYSSM_OK;
   if (args->num_tokens > 0) {
     REPLAYSSM_RETURN_IF_ERROR(check_activation("in", args->in, config->activation));
@@ -522,7 +529,7 @@ replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geom
   Problem problem;
   REPLAYSSM_RETURN_IF_ERROR(check_state_op(exec, geometry, config, layer, table, rows, &problem));
   REPLAYSSM_REQUIRE_POINTER(plan);
-  REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args));
+  REPLAYSSM_RETURN_IF_ERROR(check_step_args(problem, args, true));
   if (rows == 0) return REPLAYSSM_OK;
   return REPLAYSSM_DISPATCH(step, problem, *layer, *table, plan, rows, *args, flushed != 0);
 }

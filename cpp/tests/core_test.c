@@ -123,6 +123,109 @@ static void test_formats(void) {
         REPLAYSSM_UNSUPPORTED);
 }
 
+/* Records that conv_step stores: what the two ops take, and that either way a step ends in the same bytes. */
+static void test_records(void) {
+  enum { CHANNELS = H * P + 2 * G * N, COUNT = 2, ROUNDS_EACH = 40 };
+  replayssm_layout layout;
+  CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK);
+  float A_log[H], weight[CHANNELS][K], in[COUNT][CHANNELS], xBC[COUNT][CHANNELS], C[COUNT][G * N], dt[COUNT][H];
+  float y[2][COUNT][H][P];
+  for (int h = 0; h < H; ++h) A_log[h] = (float)uniform(-2, 2);
+  for (int c = 0; c < CHANNELS; ++c)
+    for (int k = 0; k < K; ++k) weight[c][k] = (float)uniform(-1, 1);
+
+  char* memory[2];
+  replayssm_layer layers[2];
+  replayssm_cursor cursors[2] = {{0}};
+  replayssm_error error = {0};
+  int64_t counters[REPLAYSSM_NUM_COUNTERS] = {0};
+  const replayssm_table tables[2] = {{&cursors[0], &error, counters, NULL, 1, 1},
+                                     {&cursors[1], &error, counters, NULL, 1, 1}};
+  _Alignas(64) char plan[256];
+  const int32_t slot = 0;
+  for (int way = 0; way < 2; ++way) {
+    memory[way] = aligned_alloc(256, layout.slot_stride);
+    memset(memory[way], 0xFF, layout.slot_stride);
+    CHECK(replayssm_layer_from_blob(&layout, memory[way], 0, &layers[way]) == REPLAYSSM_OK);
+  }
+  const replayssm_conv_args convs[2] = {{.in = {in, REPLAYSSM_FP32, {CHANNELS, 1}},
+                                         .weight = {weight, REPLAYSSM_FP32, {K, 1}},
+                                         .out = {xBC, REPLAYSSM_FP32, {CHANNELS, 1}},
+                                         .num_tokens = COUNT,
+                                         .max_count = COUNT},
+                                        {.in = {in, REPLAYSSM_FP32, {CHANNELS, 1}},
+                                         .weight = {weight, REPLAYSSM_FP32, {K, 1}},
+                                         .out = {C, REPLAYSSM_FP32, {G * N, 1}},
+                                         .num_tokens = COUNT,
+                                         .max_count = COUNT,
+                                         .records = 1}};
+  const replayssm_scan_args by_tensors = {.x = {&xBC[0][0], REPLAYSSM_FP32, {CHANNELS, P}},
+                                          .B = {&xBC[0][H * P], REPLAYSSM_FP32, {CHANNELS, N}},
+                                          .C = {&xBC[0][H * P + G * N], REPLAYSSM_FP32, {CHANNELS, N}},
+                                          .dt = {dt, REPLAYSSM_FP32, {H, 1}},
+                                          .A_log = {A_log, REPLAYSSM_FP32, {1, 0}},
+                                          .out = {y[0], REPLAYSSM_FP32, {H * P, P}},
+                                          .dt_max = INFINITY,
+                                          .num_tokens = COUNT,
+                                          .max_count = COUNT};
+  replayssm_scan_args by_records = by_tensors;
+  by_records.x.data = by_records.B.data = NULL;
+  by_records.C = (replayssm_tensor){C, REPLAYSSM_FP32, {G * N, N}};
+  by_records.out.data = y[1];
+  const replayssm_scan_args* const scans[2] = {&by_tensors, &by_records};
+
+  for (int round = 0; round < ROUNDS_EACH; ++round) {
+    for (int t = 0; t < COUNT; ++t) {
+      for (int c = 0; c < CHANNELS; ++c) in[t][c] = (float)uniform(-1, 1);
+      for (int h = 0; h < H; ++h) dt[t][h] = (float)uniform(-2, 2);
+    }
+    const int32_t accepted = rand() % (COUNT + 1);
+    for (int way = 0; way < 2; ++way) {
+      CHECK(replayssm_plan(&host, &geometry, &config, &tables[way], &slot, NULL, COUNT, 1, plan) == REPLAYSSM_OK);
+      CHECK(replayssm_conv_step(&host, &geometry, &config, &layers[way], &tables[way], plan, 1, &convs[way]) ==
+            REPLAYSSM_OK);
+      CHECK(replayssm_step(&host, &geometry, &config, &layers[way], &tables[way], plan, 1, scans[way], 0) ==
+            REPLAYSSM_OK);
+      CHECK(replayssm_commit(&host, &tables[way], plan, 1, &accepted, REPLAYSSM_STEPPED) == REPLAYSSM_OK);
+    }
+    CHECK(error.code == REPLAYSSM_ROW_OK);
+    CHECK(memcmp(y[0], y[1], sizeof(y[0])) == 0 && memcmp(memory[0], memory[1], layout.slot_stride) == 0);
+  }
+  CHECK(cursors[1].writes > 2 && counters[REPLAYSSM_COUNT_FLUSHES] == 2 * cursors[1].writes);
+
+  /* One of x and B alone, and either where no records may be. */
+  const replayssm_table* const table = &tables[1];
+  replayssm_scan_args half = by_records;
+  half.x.data = xBC;
+  CHECK(replayssm_step(&host, &geometry, &config, &layers[1], table, plan, 1, &half, 0) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strcmp(replayssm_last_error(), "B: must not be NULL") == 0);
+  half.x.data = NULL, half.B.data = xBC;
+  CHECK(replayssm_step(&host, &geometry, &config, &layers[1], table, plan, 1, &half, 0) == REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strcmp(replayssm_last_error(), "x: must not be NULL") == 0);
+  const replayssm_buffer snapshots = {memory[0], STEP_TOKENS * layout.checkpoint.bytes};
+  CHECK(replayssm_prefill(&host, &geometry, &config, &layers[1], table, plan, 1, &by_records) ==
+        REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(replayssm_conventional_step(&host, &geometry, &config, &layers[1], table, plan, 1, &by_records) ==
+        REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(replayssm_conventional_verify(&host, &geometry, &config, &layers[1], table, plan, 1, &by_records, &snapshots) ==
+        REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strcmp(replayssm_last_error(), "x: must not be NULL") == 0);
+  replayssm_conv_args conv = convs[1];
+  conv.max_count = STEP_TOKENS + 1;
+  CHECK(replayssm_conv_step(&host, &geometry, &config, &layers[1], table, plan, 1, &conv) ==
+        REPLAYSSM_INVALID_ARGUMENT);
+  CHECK(strstr(replayssm_last_error(), "max_count: a step takes at most max_step_tokens=3 tokens a row, got 4"));
+
+  /* A long row is a prompt: nothing of it is stored. */
+  CHECK(replayssm_plan(&host, &geometry, &config, table, &slot, NULL, STEP_TOKENS + 1, 1, plan) == REPLAYSSM_OK);
+  conv = convs[1], conv.num_tokens = STEP_TOKENS + 1, conv.max_count = STEP_TOKENS;
+  CHECK(replayssm_conv_step(&host, &geometry, &config, &layers[1], table, plan, 1, &conv) == REPLAYSSM_OK);
+  CHECK(error.code == REPLAYSSM_ROW_TOO_LONG && error.given == STEP_TOKENS + 1 && error.expected == STEP_TOKENS);
+  CHECK(memcmp(memory[0], memory[1], layout.slot_stride) == 0);
+  free(memory[0]);
+  free(memory[1]);
+}
+
 static void test_decoding(void) {
   replayssm_layout layout;
   CHECK(replayssm_layout_init(&geometry, &config, &layout) == REPLAYSSM_OK);
@@ -247,8 +350,9 @@ int main(void) {
   test_layout();
   test_table();
   test_formats();
+  test_records();
   test_decoding();
   test_cursors();
-  puts("core_test: layout, formats, decoding and cursors are right");
+  puts("core_test: layout, formats, records, decoding and cursors are right");
   return 0;
 }

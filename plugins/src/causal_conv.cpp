@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ReplayCausalConv: silu(causal convolution) of the new tokens, first in its layer.
+// ReplayCausalConv: silu(causal convolution) of the new tokens, first in its layer. x and B of tokens that a step takes
+// go into the slots' rings, as the records of these tokens, and `out` gets C alone, in C's columns. A prompt's tokens
+// become no records: all of them are in `out`, for prefill.
 #include "plugin.h"
 
 namespace trtllm_replayssm {
@@ -32,12 +34,17 @@ class CausalConv final : public Plugin {
     const replayssm_layer slots = layer(call);
     const replayssm_table shared = table(call);
     const Batch tokens = batch(call);
+    const auto& [H, P, G, N, K] = settings_.geometry;
+    const int64_t element = settings_.config.activation == REPLAYSSM_FP32 ? 4 : 2;
+    const int64_t first = tokens.prompts ? 0 : conv_channels() - int64_t{G} * N;
+    void* const out = static_cast<char*>(call.outputs[0]) + first * element;
     const replayssm_conv_args args = {columns(call, 2, values_.in_offset, 0),
                                       vector(call, 3),
                                       vector(call, 4),
-                                      {call.outputs[0], settings_.config.activation, {conv_channels(), 1}},
+                                      {out, settings_.config.activation, {conv_channels(), 1}},
                                       tokens.num_tokens,
-                                      tokens.longest};
+                                      tokens.longest,
+                                      /*records=*/!tokens.prompts};
     check(replayssm_conv_step(&call.exec, &settings_.geometry, &settings_.config, &slots, &shared, call.inputs[0],
                               call.rows, &args));
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ReplaySsmStep: the outputs of the new tokens, after the flush. Rows of up to max_step_tokens go through the op step,
-// longer ones, which a profile for prompts brings, through prefill. With plans of lengths the runtime tells which.
+// which finds x and B in the rings, where ReplayCausalConv of this layer stored them, and takes only C from `xBC`.
+// Longer ones, which a profile for prompts brings, go through prefill. With plans of lengths the runtime tells which.
 #include "plugin.h"
 
 namespace trtllm_replayssm {
@@ -36,9 +37,10 @@ class Step final : public Plugin {
     const replayssm_layer slots = layer(call);
     const replayssm_table shared = table(call);
     const Batch tokens = batch(call);
+    const replayssm_tensor none{};
     const replayssm_scan_args args = {
-        columns(call, 2, 0, P),
-        columns(call, 2, inner_channels(), N),
+        tokens.prompts ? columns(call, 2, 0, P) : none,
+        tokens.prompts ? columns(call, 2, inner_channels(), N) : none,
         columns(call, 2, inner_channels() + int64_t{G} * N, N),
         columns(call, 3, values_.dt_offset, 1),
         vector(call, 4),

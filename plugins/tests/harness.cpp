@@ -8,8 +8,9 @@
 //
 // Two execution contexts (clones of the same plugins, each with slots, memory and a stream of its own) take turns for N
 // steps: batches of random slots, idle rows, tokens and acceptance, prompts and new sequences among them. Every row is
-// done a second time by plan, conv_step, step or prefill, and commit of that row alone. Outputs, slots and cursors must
-// be the same bits; what lies behind a row's tokens holds NaN and must neither be read nor written. With plans of
+// done a second time by plan, conv_step, step or prefill, and commit of that row alone, by tensors of x, B and C where
+// the plugins' steps have x and B in the rings. Outputs, slots and cursors must be the same bits; what lies behind a
+// row's tokens holds NaN and must neither be read nor written, nor may what a step leaves out of xBC. With plans of
 // lengths (state_io "lengths") the tokens are packed, prompts and decode steps of one token alternate, and slots are
 // never cleared; the second time is by cursors all the same. On a GPU each case runs eagerly and captured in CUDA
 // graphs, whose capture is the very first call. A library without CUDA ops runs on host memory.
@@ -200,9 +201,10 @@ class Buffer {
     copy_in(data_, values.data(), values.size() * sizeof(T), stream);
   }
   // Filled after the next wait.
-  std::vector<char> get(cudaStream_t stream) const {
-    std::vector<char> values(bytes_);
-    copy_out(values.data(), data_, bytes_, stream);
+  std::vector<char> get(cudaStream_t stream) const { return get(stream, bytes_); }
+  std::vector<char> get(cudaStream_t stream, size_t bytes) const {
+    std::vector<char> values(bytes);
+    copy_out(values.data(), data_, bytes, stream);
     return values;
   }
 
@@ -590,6 +592,7 @@ class Context {
       }
       projected_[l].put(values, stream_);
       fill(out_[l].data(), 0xEE, out_[l].bytes(), stream_);
+      fill(xBC_[l].data(), 0xEE, xBC_[l].bytes(), stream_);
     }
   }
 
@@ -738,7 +741,8 @@ class Context {
                                       tensor(weights.conv_bias.data(), REPLAYSSM_FP32),
                                       tensor(reference_xBC_->data(), type, D, 1),
                                       count,
-                                      count};
+                                      count,
+                                      /*records=*/0};
     REQUIRE_OP(replayssm_conv_step(&exec, &setup_.geometry, &setup_.config, &layer, &table, plan, 1, &conv));
     const char* xBC = reference_xBC_->at(0);
     const replayssm_scan_args scan = {tensor(xBC, type, D, P),
@@ -760,8 +764,21 @@ class Context {
     }
   }
 
+  // x and B of a step's tokens are in the rings: their columns of xBC [tokens, D] are as they were.
+  void require_records(int64_t tokens) const {
+    const int64_t row = setup_.channels() * setup_.element();
+    const int64_t untouched = row - int64_t{setup_.geometry.num_groups} * setup_.geometry.state_dim * setup_.element();
+    for (const Buffer& xBC : xBC_) {
+      const std::vector<char> given = xBC.get(stream_, static_cast<size_t>(tokens * row));
+      wait(stream_);
+      for (const char* at = given.data(); at < given.data() + tokens * row; at += row)
+        CHECK(std::all_of(at, at + untouched, [](char byte) { return byte == static_cast<char>(0xEE); }));
+    }
+  }
+
   void compare(const Batch& batch) {
     CHECK(std::all_of(status_host_.begin(), status_host_.end(), [](char byte) { return byte == 0; }));
+    if (batch.tokens <= setup_.config.max_step_tokens) require_records(int64_t{batch.rows} * batch.tokens);
     const int64_t row_bytes = setup_.inner() * setup_.element();
     std::vector<std::vector<char>> wanted;
     for (const Buffer& expected : expected_) wanted.push_back(expected.get(stream_));
@@ -833,6 +850,7 @@ class LengthsContext : public Context {
       }
       projected_[l].put(values, stream_);
       fill(out_[l].data(), 0xEE, out_[l].bytes(), stream_);
+      fill(xBC_[l].data(), 0xEE, xBC_[l].bytes(), stream_);
     }
     for (int32_t p = 0; p < static_cast<int32_t>(plugins_.size()); ++p) {
       const Node node = node_of(p);
@@ -857,6 +875,7 @@ class LengthsContext : public Context {
     const std::vector<char> table = table_head_.get(stream_);
     wait(stream_);
     CHECK(std::all_of(table.begin(), table.begin() + sizeof(replayssm_error), [](char byte) { return byte == 0; }));
+    if (!begins_) require_records(now_.tokens);
     const replayssm_exec exec = {kDevice, stream_};
     const replayssm_table reference = reference_.table();
     int64_t first = 0;

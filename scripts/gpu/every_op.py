@@ -35,10 +35,11 @@ ROUNDS = [  # (slots, tokens a row, op)
     ([2, -1, 0], [7, 2, 1], "prefill"),
     ([0, 2, -1, 3], [1, 1, 1, 1], "step"),
     ([3, 0, 2], [3, 0, 2], "step"),
-    ([2, 3, 0], [3, 3, 1], "step"),
+    ([2, 3, 0], [3, 3, 1], "step of records"),
     ([0, 3, -1, 2], [2, 3, 3, 3], "flush, step"),
     ([3, 0], [3, 3], "step"),
     ([3, 2, 0], [3, 2, 3], "step"),  # slots 3 and 2 are flushed by the step itself
+    ([0, -1, 2, 3], [3, 2, 3, 1], "step of records"),  # so is slot 0
     ([2], [9], "prefill"),
     ([1], [1], "conventional_step"),
     ([1, -1], [2, 1], "conventional_step"),
@@ -47,14 +48,14 @@ ROUNDS = [  # (slots, tokens a row, op)
 ]
 
 
-FLUSHES = 3
+FLUSHES = 4
 LONG_ROUNDS = [  # verification of up to 16 tokens a row in a window of 32
     ([0, 1], [40, 3], "prefill"),
     ([0, -1, 1], [16, 1, 9], "step"),
     ([1, 0], [16, 16], "step"),
     ([0, 1], [7, 12], "flush, step"),  # both are flushed
     ([0, 1], [16, 16], "step"),
-    ([1, 0], [16, 16], "step"),  # both again, by the step itself
+    ([1, 0], [16, 16], "step of records"),  # both again, by the step itself
 ]
 LONG_FLUSHES = 4
 
@@ -65,7 +66,7 @@ SELDOM_ROUNDS = [  # up to 8 tokens a row in a window of 32, which steps of 16-b
     ([0, 1], [8, 8], "step"),
     ([1, 0], [8, 8], "step"),
     ([0, -1], [8, 1], "flush, step"),
-    ([1, 0], [8, 1], "step"),  # slot 1 is flushed by the step itself
+    ([1, 0], [8, 1], "step of records"),  # slot 1 is flushed by the step itself
 ]
 SELDOM_FLUSHES = 2
 
@@ -117,14 +118,19 @@ class Pair:
                 plan = pool.plan(slots, counts)
                 rows = []
                 for layer in range(2):
-                    xBC = ops.conv_step(pool, layer, plan, raw[side], weight[side], bias[side])
+                    conv = (pool, layer, plan, raw[side], weight[side], bias[side])
+                    given = (dt[side], *(parameter[side] for parameter in heads))
+                    if op == "step of records":
+                        C = ops.conv_step(*conv, records=True)
+                        rows += [C, ops.step(pool, layer, plan, None, None, C, *given)]
+                        continue
+                    xBC = ops.conv_step(*conv)
                     x, B, C = xBC.split([g.num_heads * g.head_dim, *[g.num_groups * g.state_dim] * 2], dim=-1)
                     arguments = (
                         x.unflatten(-1, (g.num_heads, g.head_dim)),
                         B.unflatten(-1, (g.num_groups, g.state_dim)),
                         C.unflatten(-1, (g.num_groups, g.state_dim)),
-                        dt[side],
-                        *(parameter[side] for parameter in heads),
+                        *given,
                     )
                     if op == "conventional_verify":
                         snapshots = self.state_snapshots[side][layer]

@@ -14,7 +14,8 @@ from trtllm_replayssm.cli import main
 GEOMETRY = "4x16x2x64"
 SMALL = ("kernel", "--geometry", GEOMETRY, "--steps", 16, "--repeats", 2, "--no-plot")
 FIELDS = {
-    "bench", "geometry", "batch", "tokens", "mode", "checkpoint", "read_copy", "window", "flushes", "steps", "repeats",
+    "bench", "geometry", "batch", "tokens", "mode", "checkpoint", "read_copy", "window", "flushes", "tokens_in",
+    "with_conv", "steps", "repeats",
     "us", "us_min", "us_max", "layers", "accepted_per_row_and_step", "flushes_per_step", "expected_flushes_per_step",
     "bytes_read_per_step", "bytes_written_per_step", "fraction_of_read_bandwidth", "fraction_of_copy_bandwidth",
     "read_bandwidth", "copy_bandwidth", "gpu", "device", "date", "commit", "command",

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands on a GPU: what CUDA graphs, their events and the cold cache add."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from trtllm_replayssm import _core
+from trtllm_replayssm.bench.clock import repeatable
 from trtllm_replayssm.bench.kernel import Case, DecodeLoop
+from trtllm_replayssm.bench.models import Subject
+from trtllm_replayssm.bench.step import Step, _Stopwatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +43,32 @@ def test_step(bench):
     arguments = ("--model", "tiny", "--batches", 3, "--contexts", 64, "--steps", 24, "--repeats", 2, "--json")
     for record in bench("step", *arguments, device="cuda")[0]:
         assert all(us > 0 for us in record["parts_us"].values())
-        assert 0.5 < sum(record["parts_us"].values()) / record["us"] < 3
+
+
+@torch.inference_mode()
+def test_parts_fill_a_replayed_step():
+    """Each replay has its own times, between events before and behind it, in the order of the layers."""
+    device = torch.device("cuda")
+    subject = Subject("tiny", device, "bfloat16")
+    model, loader = subject.model("replay")
+    memory = subject.memory(subject.replay_config(8, 1), loader.attention_layers, 2, 4, False)
+    step, watch = Step(model, memory, 4), _Stopwatch(device)
+    inside = {"mamba": ["ssm", "mamba_dense", "ssm", "mamba_dense", "ssm"], "moe": ["mlp"]}
+    order = [part for layer in subject.config.layers for part in ("other", *inside.get(layer, [layer]))] + ["other"]
+    with watch.inside(model):
+        replay = repeatable(lambda: watch.step(step.run), device)
+        for _ in range(3):
+            before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            replay()
+            behind.record()
+            parts = watch.read()
+            behind.synchronize()
+            marks = [before, *(mark for _, mark in watch._marks), behind]
+            assert all(one.elapsed_time(other) >= 0 for one, other in pairwise(marks))
+            assert [part for part, _ in parts] == order
+            whole, resolution = marks[1].elapsed_time(marks[-2]) * 1e3, 1
+            assert sum(us for _, us in parts) == pytest.approx(whole, abs=len(parts) * resolution)
 
 
 def test_serve(bench):

@@ -4,9 +4,11 @@
 import json
 
 import pytest
+import torch
 
 from trtllm_replayssm.bench import kernel, peers
-from trtllm_replayssm.bench.kernel import KernelBench
+from trtllm_replayssm.bench.kernel import Case, DecodeLoop, KernelBench
+from trtllm_replayssm.bench.plot import kernel_lines
 from trtllm_replayssm.cli import main
 
 from .conftest import FIELDS, GEOMETRY, SMALL, layout
@@ -26,10 +28,11 @@ def test_records(bench):
     sizes = layout()
     state = sizes.sections["checkpoint"].bytes
     # A row at T = 1, L = 16 reads the state in every step and, over a window, records 0 to 15 of earlier steps; at a
-    # flush, 16 of them. It writes a record a step and a state a window.
+    # flush, 16 of them. It writes the delta of a record a step and a state a window.
     assert replay["flushes_per_step"] == replay["expected_flushes_per_step"] == round(3 / 16, 4)
     assert replay["bytes_read_per_step"] == 3 * state + round(3 * sum(range(1, 17)) / 16 * sizes.record_bytes)
-    assert replay["bytes_written_per_step"] == round(3 * state / 16 + 3 * sizes.record_bytes)
+    assert replay["bytes_written_per_step"] == round(3 * state / 16 + 3 * delta_bytes(sizes))
+    assert (replay["tokens_in"], conventional["tokens_in"]) == ("rings", "tensors")
     assert conventional["bytes_read_per_step"] == conventional["bytes_written_per_step"] == 3 * state
     moved = replay["bytes_read_per_step"] + replay["bytes_written_per_step"]
     assert replay["fraction_of_read_bandwidth"] == pytest.approx(moved / (replay["us"] * 1e-6) / 1e9, abs=6e-4)
@@ -47,6 +50,77 @@ def test_verification_counts_what_it_accepts(bench):
     assert (snapshots["bytes_read_per_step"], snapshots["bytes_written_per_step"]) == (8 * state, 4 * 8 * state)
 
 
+def delta_bytes(sizes):
+    """Of a record, in all heads."""
+    return 4 * sizes.geometry.num_heads
+
+
+def test_tokens_in_rings_and_in_tensors(bench):
+    """A step that appends writes whole records, one that finds them nothing but delta."""
+    arguments = ("--batches", 2, "--modes", "replay", "--tokens-in", "rings", "tensors", "--no-flush", "--json")
+    rings, tensors = bench(*SMALL, *arguments)[0]
+    assert (rings["tokens_in"], tensors["tokens_in"]) == ("rings", "tensors")
+    assert rings["bytes_read_per_step"] == tensors["bytes_read_per_step"]
+    assert rings["bytes_written_per_step"] == 2 * delta_bytes(layout())
+    assert tensors["bytes_written_per_step"] == 2 * layout().record_bytes
+
+
+def test_only_replay_finds_tokens_in_rings():
+    with pytest.raises(ValueError, match="mode conventional finds its tokens in tensors, got 'rings'"):
+        Case(GEOMETRY, 1, 1, "conventional", tokens_in="rings")
+    with pytest.raises(ValueError, match="mode replay finds its tokens in rings or tensors, got 'mail'"):
+        Case(GEOMETRY, 1, 1, "replay", tokens_in="mail")
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_rings_are_full_of_records(tokens):
+    """Before anything is timed, of random numbers that steps read and leave as they are."""
+    loop = DecodeLoop(Case(GEOMETRY, 3, tokens, "replay", tokens_in="rings"), 8, torch.device("cpu"))
+    rings = {}
+    for name in ("x_ring", "b_ring"):
+        section = loop.pool.layout.sections[name]
+        rings[name] = loop.pool.data[..., section.offset : section.offset + section.bytes].view(torch.bfloat16)
+        assert 0.9 < rings[name].float().std() < 1.1 and rings[name].flatten(0, 1).unique(dim=0).shape[0] == 6
+    before = {name: values.clone() for name, values in rings.items()}
+    loop.step()
+    first = loop.out.clone()
+    assert all(torch.equal(before[name], values) for name, values in rings.items())
+    assert first.isfinite().all() and first.float().std() > 0.1
+    loop.step()
+    assert not torch.equal(loop.out, first)  # the next records, though C and dt are the same
+
+
+@pytest.mark.parametrize("tokens, mode", [(1, "conventional"), (3, "conventional_verify")])
+def test_with_the_convolution(bench, monkeypatch, tokens, mode):
+    """Records are stored once, whoever does it, and the raw inputs that a slot keeps are counted for all."""
+    monkeypatch.setattr(kernel, "steps_to_count", lambda *_: 32)
+    monkeypatch.setattr(kernel, "TOLERANCE", 0.2)  # of so few steps
+    arguments = ("--batches", 2, "--tokens", tokens, "--steps", 32, "--with-conv", "--json")
+    rings, tensors, conventional = bench(*SMALL, *arguments)[0]
+    assert [record["tokens_in"] for record in (rings, tensors)] == ["rings", "tensors"]
+    assert conventional["mode"] == mode and all(record["with_conv"] for record in (rings, tensors, conventional))
+    for field in ("bytes_read_per_step", "bytes_written_per_step", "flushes_per_step"):
+        assert rings[field] == tensors[field]
+    sizes = layout(tokens)
+    state, raw = sizes.sections["checkpoint"].bytes, 2 * sizes.geometry.conv_channels
+    assert conventional["bytes_read_per_step"] == 2 * (state + 3 * raw)
+    assert conventional["bytes_written_per_step"] == 2 * tokens * (state + raw)
+    flushed = rings["flushes_per_step"] * state
+    assert rings["bytes_written_per_step"] == pytest.approx(
+        flushed + 2 * tokens * (sizes.record_bytes + raw), abs=state * 1e-4
+    )
+
+
+def test_the_same_step_whichever_way_its_tokens_take():
+    """Behind a convolution that is timed, too: the figures differ in what is moved, not in what is computed."""
+    outputs = []
+    for mode, way in (("replay", "rings"), ("replay", "tensors"), ("conventional", "tensors")):
+        loop = DecodeLoop(Case(GEOMETRY, 3, 1, mode, tokens_in=way, with_conv=True), 8, torch.device("cpu"))
+        outputs.append(loop.out.float())
+    assert outputs[0].std() > 0.01 and torch.equal(*outputs[:2])
+    assert (outputs[2] - outputs[0]).norm() < 0.01 * outputs[0].norm()
+
+
 @pytest.mark.parametrize("formats, reads", [("fp32:none", "checkpoint"), ("fp16_sr:nvfp4", "read_copy")])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_steps_without_flushes(bench, formats, reads, tokens):
@@ -58,7 +132,7 @@ def test_steps_without_flushes(bench, formats, reads, tokens):
     phases = 16 - tokens + 1
     history = sum(row % phases for row in range(26))
     assert record["bytes_read_per_step"] == 26 * sizes.sections[reads].bytes + history * sizes.record_bytes
-    assert record["bytes_written_per_step"] == 26 * tokens * sizes.record_bytes
+    assert record["bytes_written_per_step"] == 26 * tokens * delta_bytes(sizes)
 
 
 def test_a_wrong_count_of_flushes_is_refused(bench, monkeypatch, tmp_path):
@@ -107,6 +181,23 @@ def test_picture(bench, tmp_path):
     assert (tmp_path / "kernel.png").read_bytes() == drawn
 
 
+def test_lines_of_a_picture_say_where_tokens_were_if_there_are_both_ways():
+    record = {
+        "geometry": "super", "mode": "replay", "tokens": 1, "checkpoint": "fp32", "read_copy": "none", "window": 16,
+        "flushes": True,
+    }  # fmt: skip
+    rings, conventional = record | {"tokens_in": "rings"}, record | {"mode": "conventional", "with_conv": True}
+    assert kernel_lines([rings, conventional]) == {
+        "super": {
+            "replay, T = 1, fp32:none, L = 16": [rings],
+            "conventional, T = 1, fp32:none, with convolution": [conventional],
+        }
+    }
+    assert list(kernel_lines([rings, record])["super"]) == [
+        f"replay, T = 1, fp32:none, L = 16, x and B in {way}" for way in ("rings", "tensors")
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -118,6 +209,7 @@ def test_picture(bench, tmp_path):
         (("--modes", "peer:vllm", "--tokens", "5"), "mode peer:vllm takes 4 tokens, got 5"),
         (("--modes", "conventional", "--formats", "fp16_sr:none"), "mode conventional takes fp32, bf16, fp16"),
         (("--modes", "conventional", "--no-flush"), "--no-flush goes with mode replay"),
+        (("--modes", "peer:vllm", "--with-conv"), "mode peer:vllm is timed without a convolution"),
         (("--formats", "fp32"), "expected CHECKPOINT:READ_COPY"),
         (("--formats", "fp32:none", "fp12:none"), "got 'fp12'"),
         (("--windows", "3", "--tokens", "4"), "max_step_tokens"),

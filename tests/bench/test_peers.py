@@ -69,16 +69,18 @@ def test_a_peer_that_computes_something_else_is_refused(bench, monkeypatch, sett
 
 
 def test_peers_that_replay_flush_as_often_as_ours(bench, monkeypatch):
-    """And are set against the bytes that ours moves."""
+    """And are set against the bytes that ours moves, which appends its tokens beside them, too."""
     peer = ReferenceWithFlushes("no-such-package", "torch")
     monkeypatch.setitem(peers.PEERS, "vllm_replay", peer)
     arguments = (*SMALL, "--batches", 3, "--modes", "replay", "peer:vllm_replay", "--json")
-    ours, theirs = bench(*arguments)[0]
+    rings, ours, theirs = bench(*arguments)[0]
+    assert (rings["tokens_in"], ours["tokens_in"], theirs["tokens_in"]) == ("rings", "tensors", "tensors")
     for field in ("flushes_per_step", "bytes_read_per_step", "bytes_written_per_step"):
         assert theirs[field] == pytest.approx(ours[field], abs=1), field
     peer.advance = lambda case, cursors, accepted: peer.cursors(case, (cursors["write_pos"] + accepted) % 8)
-    (record,), errors = bench(*arguments, code=1)
-    assert record["mode"] == "replay" and "flushes a step were counted, the renewal value is 0.1875" in errors
+    records, errors = bench(*arguments, code=1)
+    assert [record["mode"] for record in records] == ["replay", "replay"]
+    assert "flushes a step were counted, the renewal value is 0.1875" in errors
     assert "takes windows up to 16, got 17" in bench(*arguments[:-1], "--windows", 17, code=2)[1]
 
 
@@ -147,7 +149,7 @@ def test_adapters_of_libraries_that_replay(bench, monkeypatch, name, tokens, set
     monkeypatch.setattr(kernel, "steps_to_count", lambda *_: 48)
     monkeypatch.setattr(kernel, "TOLERANCE", 0.2)  # of so few steps
     arguments = ("--batches", 2, "--tokens", tokens, "--windows", 6, "--modes", "replay", f"peer:{name}", "--json")
-    ours, theirs = bench(*SMALL, *arguments)[0]
+    _, ours, theirs = bench(*SMALL, *arguments)[0]
     assert theirs["setting"] in json.loads(json.dumps(settings))
     if name == "flashinfer_replay":
         assert fake.launched == {tuple(setting.values()) for setting in settings}

@@ -4,9 +4,13 @@
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper
 
+from trtllm_replayssm import SlotLayout
 from trtllm_replayssm.builder.decoder import MODEL, MTP, export
 from trtllm_replayssm.builder.engine_config import EngineConfig, Pool
 from trtllm_replayssm.runtime import Engine
@@ -136,6 +140,32 @@ def test_prefill_steps_and_verification(tmp_path, dtype, limit):
     pair.work(64, CONFIG.step_tokens)
     assert pair.engine.memory.pool.stats()["flushes"] > 20
     assert pair.worst < limit
+
+
+def test_x_and_B_of_steps_are_records(tmp_path):
+    """A layer's convolution gives x, B and C of a prompt's tokens, C alone of a step's: x and B are in the rings."""
+    _, pool = export(TINY, tmp_path, CONFIG)
+    geometry, layout = pool.geometry, SlotLayout(pool.geometry, pool.replay)
+    model = onnx.load(tmp_path / MODEL)
+    name = next(node.output[0] for node in model.graph.node if node.op_type == "ReplayCausalConv")
+    model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    run, convolved = GraphRun(model, pool, CONFIG), []
+    graph = run.graph
+    run.graph = lambda **given: convolved.append((outputs := graph(**given))[name]) or outputs
+    first = layout.ring_rows - 1  # the second token's record lies in ring row 0
+    run([0], [[5] * first], [0], [1])
+    run.accepted[1] = 0
+    run([0], [[6, 7]], [first], [1], CONFIG.step_tokens)
+    run([0], [[5] * first + [6, 7]], [0], [2])
+    _, step, prompt = (tokens[0] for tokens in convolved)
+    C = geometry.num_groups * geometry.state_dim
+    x, B = np.split(prompt[first:, :-C], [geometry.num_heads * geometry.head_dim], axis=1)
+    assert np.isnan(step[:, :-C]).all()
+    np.testing.assert_allclose(step[:2, -C:], prompt[first:, -C:], rtol=1e-5)
+    sections = layout.unpack(run.state["state.0"].view(np.uint8)[1])
+    for ring, expected in (("x_ring", x), ("b_ring", B)):
+        records = np.swapaxes(sections[ring], 0, 1)[[first, 0]]  # [tokens, groups, ...]
+        np.testing.assert_allclose(records.reshape(expected.shape), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,14 @@ def test_the_model_class_uses_nothing_beyond_the_contract():
 
 def test_the_self_test_passes_and_sees_a_wrong_op(monkeypatch):
     results = self_test.run("cpu")
-    assert len(results) == 48 and all(result["good"] for result in results)
-    assert {result["op"] for result in results} > {"step", "prefill", "conv_step", "restore", "plan_lengths"}
+    assert len(results) == 52 and all(result["good"] for result in results)
+    named = {"step", "step of records", "prefill", "conv_step", "restore", "plan_lengths"}
+    assert {result["op"] for result in results} > named
     step = ops.step
     monkeypatch.setattr(ops, "step", lambda *args: step(*args) * (1 + 2e-5))
     monkeypatch.setattr(self_test, "FORMATS", [("fp32", "fp32", "none")])
     bad = {result["op"] for result in self_test.run("cpu") if not result["good"]}
-    assert bad == {"step", "step, drafts"}
+    assert bad == {"step", "step of records", "step, drafts"}
     monkeypatch.setattr(ops, "step", lambda *args: 1 / 0)
     (failed,) = self_test.run("cpu")
     assert not failed["good"] and failed["why"] == "ZeroDivisionError: division by zero"

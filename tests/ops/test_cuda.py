@@ -3,12 +3,13 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import oracle
 import pytest
 import torch
-from mixer import SUPER, SUPER_TP8, Stack, Weights, array, random_tokens, recur, same_bits, zero_state
+from mixer import SUPER, SUPER_TP8, Mixer, Stack, Weights, array, random_tokens, recur, same_bits, zero_state
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
 from trtllm_replayssm.plan import Plan
@@ -24,7 +25,7 @@ CONFIG = ReplayConfig(window=16, max_step_tokens=4)
 class CapturedStep:
     """A whole step (plan, two mixers, commit) of `rows` rows in one CUDA graph over static inputs."""
 
-    def __init__(self, stack, pool, rows, count):
+    def __init__(self, stack, pool, rows, count, mix):
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=CUDA)
         self.accepted = torch.zeros(rows, dtype=torch.int32, device=CUDA)
         self.counts = torch.full((rows,), count, dtype=torch.int32, device=CUDA)
@@ -32,7 +33,7 @@ class CapturedStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             plan = pool.plan(self.slots, self.counts)
-            self.outputs = [mixer(pool, layer, plan, *self.tape, ops.step) for layer, mixer in enumerate(stack.mixers)]
+            self.outputs = [mix(mixer, pool, layer, plan, *self.tape) for layer, mixer in enumerate(stack.mixers)]
             pool.commit(plan, self.accepted)
 
     def __call__(self, slots, tape, accepted, counts):
@@ -53,7 +54,8 @@ class CapturedStep:
         (MambaGeometry(4, 24, 2, 64), "fp32"),
     ],
 )
-def test_one_graph_for_every_phase_of_the_window(geometry, activation):
+@pytest.mark.parametrize("mix", [partial(Mixer.__call__, op=ops.step), Mixer.by_records], ids=["tensors", "records"])
+def test_one_graph_for_every_phase_of_the_window(geometry, activation, mix):
     """A05, A15, A21: one capture, replayed with other slots, counts and cursors, equals eager."""
     stack = Stack(geometry, ReplayConfig(window=16, max_step_tokens=4, activation=activation), device=CUDA)
     eager, graphed = stack.pool(12), stack.pool(12)
@@ -61,7 +63,7 @@ def test_one_graph_for_every_phase_of_the_window(geometry, activation):
         pool.reset(list(range(12)))
         for slot in range(12):
             stack.run(pool, slot, tuple(t[: 7 + slot] for t in stack.tape(slot, 30)))
-    captured = CapturedStep(stack, graphed, rows=8, count=4)
+    captured = CapturedStep(stack, graphed, rows=8, count=4, mix=mix)
     rng = np.random.default_rng(0)
     for cycle in range(60):
         slots = rng.permutation(12)[:8]

@@ -2,6 +2,7 @@
 """The torch operators: schemas that tell the truth, and traces by torch.compile that touch the pool in place."""
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -68,7 +69,7 @@ def test_opcheck(device, name):
         ),
         "commit": lambda: (pool.table, pool.spec, plan.buffer, 2, rows, 0),
         "abandon": lambda: (pool.table, pool.spec, plan.buffer, 2, 0),
-        "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2),
+        "conv_step": lambda: (*planned, xBC, torch.randn(320, 4, device=device), None, torch.zeros_like(xBC), 2, False),
         "rms_norm": lambda: (xBC.clone(), xBC, None, xBC[0], torch.zeros_like(xBC), 2, 1e-5),
         "relu2": lambda: (xBC.clone(),),
         "attend": lambda: (
@@ -93,6 +94,19 @@ def test_opcheck(device, name):
     torch.library.opcheck(getattr(_ops, name).default, arguments)
 
 
+def test_opcheck_of_records(device):
+    pool = StatePool(SMALL, CONFIG, 2, 1, device)
+    pool.reset([0, 1])
+    weights, tokens = Weights.random(SMALL, device), random_tokens(SMALL, torch.float32, 3, device)
+    plan = pool.plan([0, 1], [1, 2])
+    planned = (pool.table, pool.data, pool.spec, 0, plan.buffer, plan.rows)
+    xBC, weight = (torch.randn(size, SMALL.conv_channels, device=device) for size in (3, 4))
+    convolution = (*planned, xBC, weight.T.contiguous(), None, torch.zeros(3, 128, device=device), 2, True)
+    torch.library.opcheck(_ops.conv_step.default, convolution)
+    scan = (None, None, tokens.C, tokens.dt, *weights, torch.zeros_like(tokens.x), 0.0, inf, 2, False)
+    torch.library.opcheck(_ops.step.default, (*planned, *scan))
+
+
 @pytest.mark.parametrize("name", ["step", "prefill", "materialize"])
 def test_opcheck_with_an_external_checkpoint(device, name):
     states = torch.randn(2, 4, 4, 16, 64, device=device)
@@ -110,16 +124,26 @@ def test_opcheck_with_an_external_checkpoint(device, name):
     torch.library.opcheck(getattr(_ops, name).default, call, {"checkpoint": states})
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("op", [ops.step, ops.prefill])
-def test_compiled_layers_are_the_eager_ones(device, backend, op):
+@pytest.mark.parametrize(
+    "backend, mix",
+    [
+        pytest.param(backend, mix, id=f"{name}-{backend}")
+        for name, mix, backends in (
+            ("step", partial(Mixer.__call__, op=ops.step), ("aot_eager", "inductor")),
+            ("prefill", partial(Mixer.__call__, op=ops.prefill), ("aot_eager", "inductor")),
+            ("records", Mixer.by_records, ("aot_eager",)),  # to inductor they are what steps are
+        )
+        for backend in backends
+    ],
+)
+def test_compiled_layers_are_the_eager_ones(device, backend, mix):
     """fullgraph=True through two layers: same bits, one graph for all cycles, and the very memory of the pool."""
     stack = Stack(SMALL, CONFIG, device=device)
     eager, compiled = stack.pool(2), stack.pool(2)
     address = compiled.data.data_ptr()
 
     def layers(pool, plan, raw, dt):
-        return torch.stack([mixer(pool, layer, plan, raw, dt, op) for layer, mixer in enumerate(stack.mixers)])
+        return torch.stack([mix(mixer, pool, layer, plan, raw, dt) for layer, mixer in enumerate(stack.mixers)])
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)

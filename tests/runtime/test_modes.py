@@ -2,8 +2,10 @@
 """Replay and conventional decoding: the same text, and the traffic that each claims is the traffic that it has."""
 
 import pytest
+import torch
 
-from trtllm_replayssm.runtime import Engine, SamplingParams
+from trtllm_replayssm import ops
+from trtllm_replayssm.runtime import Engine, SamplingParams, mamba_mixer
 
 from .conftest import TINY, same_text
 from .prompts import PROMPTS
@@ -45,6 +47,37 @@ def test_the_mode_asked_for_is_the_mode_that_runs(device):
     assert traffic.state_bytes_written == flushes * state
     assert traffic.record_bytes_written == decoded * record
     assert traffic.state_bytes_read <= (decoded + flushes) * state
+
+
+@pytest.mark.parametrize("mode", ["replay", "conventional"])
+def test_where_steps_find_their_tokens(device, monkeypatch, recorded, mode):
+    """Those of ReplaySSM in the rings, where the convolution puts x and B; prompts and other modes are given them. If
+    ReplaySSM's are given them too, as where an evaluation looks at them, no bit of the logits changes.
+    """
+    conv_step, asked = ops.conv_step, set()
+
+    def noting(*given, records=False):
+        made = conv_step(*given, records=records)
+        asked.add((records, tuple(made.shape[1:])))
+        return made
+
+    monkeypatch.setattr(ops, "conv_step", noting)
+    options = dict(mode=mode, device=device, max_batch=2, window=WINDOW, speculation="ngram", draft_tokens=2)
+    params = SamplingParams(max_tokens=TOKENS, stop_tokens=())
+    logits = []
+    for given in (False, True) if mode == "replay" else (False,):
+        engine = Engine(TINY, **options)
+        if given:  # another step than the engine's
+            monkeypatch.setitem(mamba_mixer.STEPS, "replay", None)
+        asked.clear()
+        recorded.clear()
+        engine.generate(PROMPTS[:2], params)
+        logits.append(list(recorded))
+        sizes = engine.memory.pool.geometry
+        in_tensors, in_rings = (False, (sizes.conv_channels,)), (True, (sizes.num_groups, sizes.state_dim))
+        assert asked == ({in_tensors, in_rings} if mode == "replay" and not given else {in_tensors})
+    assert len(logits[0]) > 20
+    assert all(torch.equal(*pair) for pair in zip(logits[0], logits[-1], strict=True))
 
 
 @pytest.mark.parametrize(

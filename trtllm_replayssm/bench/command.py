@@ -57,6 +57,17 @@ def add_commands(commands) -> None:
     )
     kernel.add_argument("--no-flush", action="store_true", help="steps of mode replay that never commit nor flush")
     kernel.add_argument(
+        "--tokens-in",
+        nargs="+",
+        choices=("rings", "tensors"),
+        help="where steps of mode replay find x and B of the new tokens: in the rings, where the convolution has put "
+        "them, or in tensors, from which they append them; default: rings, and both with --with-conv and beside "
+        "another library's ReplaySSM, which appends",
+    )
+    kernel.add_argument(
+        "--with-conv", action="store_true", help="time each step of ours together with the convolution before it"
+    )
+    kernel.add_argument(
         "--prefill", type=int, nargs="+", metavar="TOKENS", help="time prompts of so many tokens instead of steps"
     )
 
@@ -262,7 +273,8 @@ def _kernel(options) -> int:
             ("checkpoint", "checkpoint", 10, "s"),
             ("copy", "read_copy", 10, "s"),
             ("L", "window", 2, "d"),
-            ("us", "us", 9, ".1f"),
+            ("x, B in", "tokens_in", 7, "s"),
+            ("us with conv" if options.with_conv else "us", "us", 9, ".1f"),
             ("min", "us_min", 8, ".1f"),
             ("max", "us_max", 8, ".1f"),
             ("flushes", "flushes_per_step", 8, ".3f"),
@@ -278,7 +290,7 @@ def _kernel_cases(options) -> list:
     """The cases in the order of the options. Of modes that were not named, those that do not take a combination are
     left out, and peers that are missing are told of.
     """
-    from .kernel import MODES, Case, checkpoints_of, longest_step, peer_of
+    from .kernel import MODES, TOKENS_IN, Case, checkpoints_of, longest_step, peer_of, tokens_in_of
     from .peers import PEERS
 
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
@@ -294,19 +306,25 @@ def _kernel_cases(options) -> list:
         options.geometry, options.batches, options.tokens, options.windows, options.formats
     ):
         checkpoint, copy = _formats(formats)
+        chosen = []
         for mode in options.modes or known:
             plain = checkpoint in checkpoints_of(mode) and copy == "none" and not options.no_flush
             peer, most = peer_of(mode), longest_step(mode)
             fits = mode == "replay" or (
                 plain
                 and (tokens > 1 if most is None else tokens <= most)
-                and (peer is None or not peer.longest_window or window <= peer.longest_window)
+                and (peer is None or not (options.with_conv or window > peer.longest_window > 0))
             )
-            if mode in missing or (not options.modes and not fits):
-                continue
-            case = Case(geometry, batch, tokens, mode, checkpoint, copy, window, not options.no_flush)
-            case.sizes, case.config, case.expected_flushes  # noqa: B018 - bad values are told before the first case
-            cases.append(case)
+            if mode not in missing and (options.modes or fits):
+                chosen.append(mode)
+        both = options.with_conv or any(peer.longest_window for peer in map(peer_of, chosen) if peer)
+        ways = options.tokens_in or (TOKENS_IN if both else TOKENS_IN[:1])
+        for mode in chosen:
+            for way in ways if mode == "replay" else tokens_in_of(mode):
+                sizes = (geometry, batch, tokens, mode, checkpoint, copy, window)
+                case = Case(*sizes, not options.no_flush, way, options.with_conv)
+                case.sizes, case.config, case.expected_flushes  # noqa: B018 - bad values are told before the first case
+                cases.append(case)
     return cases
 
 

@@ -2,7 +2,7 @@
 """One Mamba-2 layer's decode or verification step: ReplaySSM beside the conventional kernels, ours and others'.
 
 What is timed is one CUDA graph a decode step: plan, the step of every layer of a pool, commit; the figure is that time
-divided by the number of layers. It cannot flatter:
+divided by the number of layers. The convolution before a step is timed with it only if asked for. It cannot flatter:
 
 - Flushes are in it. Rows stand at different phases of their windows, as in serving, and the device counts the flushes
   that happened: a run whose count is off the renewal value by more than 2 % is invalid.
@@ -11,18 +11,24 @@ divided by the number of layers. It cannot flatter:
 - The L2 cache is cold: the pool has as many layers as it takes for a step to pass through four times the L2. It has
   eight if there is room for them, since a step has plan and commit once for all its layers: a model has more (Nano-4B
   21), so that a layer's share of them still is overrated.
-- Bytes are counted by the pool and set against the bandwidths measured in the same process.
+- The new tokens' x and B come from memory, from the rings as from tensors, not from an L2 that a convolution has just
+  filled. In the rings a step need not append them, which the convolution that put them there has done: the record says
+  which it was, and with the convolution in the figure neither way leaves out a store.
+- Bytes are counted by the pool and set against the bandwidths measured in the same process: those of what a slot keeps,
+  by whom they are moved in the figure. What a step is given and gives (x, B and C of the new tokens, dt, y) is not in
+  them.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import MambaGeometry, ReplayConfig, SlotLayout, StatePool, ops
+from .. import MambaGeometry, Plan, ReplayConfig, SlotLayout, StatePool, ops
 from .clock import bandwidths, repeatable, seconds, spread
 from .peers import PEERS, Peer
 from .records import InvalidRun
@@ -34,6 +40,7 @@ GEOMETRIES = {
     "ultra": MambaGeometry(num_heads=256, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4),
 }
 MODES = ("replay", "conventional", "conventional_verify")
+TOKENS_IN = ("rings", "tensors")
 CONVENTIONAL_CHECKPOINTS = ("fp32", "bf16", "fp16")  # all that the conventional kernels take, without a read copy
 
 
@@ -54,6 +61,13 @@ def checkpoints_of(mode: str) -> tuple[str, ...]:
     return peer.checkpoints if peer else CONVENTIONAL_CHECKPOINTS
 
 
+def tokens_in_of(mode: str) -> tuple[str, ...]:
+    """Where a step of the mode may find x and B of its new tokens: as records in the rings, where the convolution has
+    put them, or in tensors, from which a step of mode replay appends them.
+    """
+    return TOKENS_IN if mode == "replay" else TOKENS_IN[1:]
+
+
 def parse_geometry(text: str) -> MambaGeometry:
     """A geometry by name, or by numbers: heads x head_dim x groups x state_dim, as in 16x64x1x128."""
     if text in GEOMETRIES:
@@ -70,7 +84,8 @@ def parse_geometry(text: str) -> MambaGeometry:
 @dataclass(frozen=True)
 class Case:
     """What decides a figure. mode: one of MODES, or "peer:NAME". flushes: whether steps commit, and hence flush;
-    without, rows stay at their phases and every step reads only. ValueError: values that do not go together.
+    without, rows stay at their phases and every step reads only. tokens_in: one of `tokens_in_of`. with_conv: the
+    convolution before each step is in the figure. ValueError: values that do not go together.
     """
 
     geometry: str
@@ -81,6 +96,8 @@ class Case:
     read_copy: str = "none"
     window: int = 16
     flushes: bool = True
+    tokens_in: str = "tensors"
+    with_conv: bool = False
 
     def __post_init__(self):
         for name in ("batch", "tokens"):
@@ -92,6 +109,11 @@ class Case:
                 f"mode {self.mode} takes {longest} token{'s' * (longest > 1)}, got {self.tokens}; to reject drafts use "
                 "conventional_verify"
             )
+        if self.with_conv and self.peer:
+            raise ValueError(f"mode {self.mode} is timed without a convolution; --with-conv goes with our modes")
+        if self.tokens_in not in tokens_in_of(self.mode):
+            known = " or ".join(tokens_in_of(self.mode))
+            raise ValueError(f"mode {self.mode} finds its tokens in {known}, got {self.tokens_in!r}")
         if self.mode != "replay":
             if not self.flushes:
                 raise ValueError(f"mode {self.mode} never flushes; --no-flush goes with mode replay")
@@ -183,10 +205,14 @@ class DecodeLoop:
         self.num_layers = layers_of_pool(case.batch * slot_bytes * (1 + snapshots), device)
         self.pool = StatePool(case.sizes, config, num_slots=case.batch, num_layers=self.num_layers, device=device)
         self.snapshots = self.pool.allocate_snapshots() if case.mode == "conventional_verify" else None
-        self.inputs = [
-            layer_inputs(case.sizes, case.batch * case.tokens, seed, device) for seed in range(self.num_layers)
-        ]
-        self.out = torch.empty_like(self.inputs[0]["x"])
+        self.inputs = [self._inputs(seed) for seed in range(self.num_layers)]
+        tokens, sizes = case.batch * case.tokens, case.sizes
+        self.out = torch.empty((tokens, sizes.num_heads, sizes.head_dim), dtype=torch.bfloat16, device=device)
+        # What the convolution gives passes from layer to layer, as in a model.
+        self.convolved = self.out.new_empty((tokens, sizes.conv_channels))
+        self.C = self.out.new_empty((tokens, sizes.num_groups, sizes.state_dim))
+        if case.tokens_in == "rings":
+            self._fill_rings()
         self.slots = torch.arange(case.batch, dtype=torch.int32, device=device)
         self.accepted = torch.ones_like(self.slots)
         self._begin()
@@ -206,13 +232,54 @@ class DecodeLoop:
             self.step()
         self.pool.validate()
 
+    def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """Those of `layer_inputs`; if the convolution is timed, instead of x, B and C what it takes: "raw" [tokens,
+        conv_channels], "conv_weight" and "conv_bias".
+        """
+        inputs = layer_inputs(self.case.sizes, self.case.batch * self.case.tokens, seed, self.device)
+        if self.case.with_conv:
+            inputs["raw"] = torch.cat([inputs.pop(name).flatten(1) for name in ("x", "B", "C")], 1)
+            generator, sizes = torch.Generator(self.device).manual_seed(seed), self.case.sizes
+            shape = (sizes.conv_channels, sizes.conv_kernel + 1)
+            drawn = torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16) / 2
+            inputs["conv_weight"], inputs["conv_bias"] = drawn[:, :-1].contiguous(), drawn[:, -1].contiguous()
+        return inputs
+
+    def _fill_rings(self) -> None:
+        """Random x and B in every ring row of every slot: the records of whatever tokens a step will bring."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        for section in map(self.pool.layout.sections.get, ("x_ring", "b_ring")):
+            for slots in self.pool.data[..., section.offset : section.offset + section.bytes]:
+                slots.view(torch.bfloat16).normal_(generator=generator)
+
     def _begin(self) -> None:
         """A prompt of a token: a state that was never written would not be read."""
         plan = self.pool.plan(self.slots, 1)
-        for layer, inputs in enumerate(self.inputs):
-            given = {name: t[: self.case.batch] if t.dim() > 1 else t for name, t in inputs.items()}
-            ops.prefill(self.pool, layer, plan, **given)
+        for layer in range(self.num_layers):
+            self._run(ops.prefill, layer, plan, self.case.batch, "tensors")
         self.pool.commit(plan)
+
+    def _run(self, op: Callable, layer: int, plan: Plan, count: int, tokens_in: str, **more) -> None:
+        """`op` of a layer on the first `count` of its tokens, behind the convolution if that is timed."""
+        inputs = self.inputs[layer]
+        x, B, C = self._tokens(layer, plan, count, tokens_in == "rings")
+        weights = (inputs[name] for name in ("A_log", "D", "dt_bias"))
+        op(self.pool, layer, plan, x, B, C, inputs["dt"][:count], *weights, out=self.out[:count], **more)
+
+    def _tokens(self, layer: int, plan: Plan, count: int, records: bool) -> tuple[torch.Tensor | None, ...]:
+        """x, B and C for an op of a layer; None for x and B that are `records` in the rings."""
+        inputs, sizes = self.inputs[layer], self.case.sizes
+        if not self.case.with_conv:
+            if not records:
+                return tuple(inputs[name][:count] for name in ("x", "B", "C"))
+            plan.recorded.add(layer)  # _fill_rings has stored them
+            return None, None, inputs["C"][:count]
+        conv = (self.pool, layer, plan, inputs["raw"][:count], inputs["conv_weight"], inputs["conv_bias"])
+        if records:
+            return None, None, ops.conv_step(*conv, self.C[:count], records=True)
+        widths = (sizes.num_heads * sizes.head_dim, *[sizes.num_groups * sizes.state_dim] * 2)
+        x, B, C = ops.conv_step(*conv, self.convolved[:count]).split(widths, -1)
+        return x.unflatten(-1, self.out.shape[1:]), *(t.unflatten(-1, self.C.shape[1:]) for t in (B, C))
 
     def _next(self) -> None:
         """A step of all rows that accepts the next row of `draws`."""
@@ -223,14 +290,10 @@ class DecodeLoop:
 
     def _step(self, slots: torch.Tensor) -> None:
         plan = self.pool.plan(slots, self.case.tokens)
-        for layer, inputs in enumerate(self.inputs):
-            arguments = {"pool": self.pool, "layer": layer, "plan": plan, **inputs, "out": self.out}
-            if self.case.mode == "replay":
-                ops.step(**arguments)
-            elif self.case.mode == "conventional":
-                ops.conventional_step(**arguments)
-            else:
-                ops.conventional_verify(**arguments, snapshots=self.snapshots[layer])
+        op = {"replay": ops.step, "conventional": ops.conventional_step}.get(self.case.mode, ops.conventional_verify)
+        for layer in range(self.num_layers):
+            more = {} if self.snapshots is None else {"snapshots": self.snapshots[layer]}
+            self._run(op, layer, plan, self.case.batch * self.case.tokens, self.case.tokens_in, **more)
         self.pool.commit(plan, self.accepted)
 
     def measure(self, steps: int, repeats: int) -> dict:
@@ -245,6 +308,14 @@ class DecodeLoop:
             kind: sum(counted[f"{what}_bytes_{kind}"] for what in ("state", "record")) / self.num_layers
             for kind in ("read", "written")
         }
+        layout, rows = self.pool.layout, self.case.batch
+        if self.case.with_conv:  # of each row all its raw inputs are kept, of which the next step reads the last K-1
+            raw = layout.sections["conv_ring"].bytes // layout.conv_rows
+            moved["read"] += rows * (self.case.sizes.conv_kernel - 1) * raw
+            moved["written"] += rows * self.case.tokens * raw
+        elif self.case.tokens_in == "rings":  # of a record the step stores delta
+            stored = layout.sections["x_ring"].bytes + layout.sections["b_ring"].bytes
+            moved["written"] -= counted["record_writes"] * (stored // layout.ring_rows)
         return {
             **spread(times),
             "layers": self.num_layers,

@@ -24,9 +24,7 @@ def draw_kernel(records: list[dict]) -> bytes:
     """Microseconds, a row of panels a geometry: against batch, a line for all that differs by batch only; and as bars
     what was measured at one batch.
     """
-    geometries: dict[str, dict[str, list[dict]]] = {}
-    for record in records:
-        geometries.setdefault(record["geometry"], {}).setdefault(kernel_line(record), []).append(record)
+    geometries = kernel_lines(records)
     single = {
         geometry: {f"{name}, batch {p[0]['batch']}": p[0]["us"] for name, p in lines.items() if len(p) == 1}
         for geometry, lines in geometries.items()
@@ -54,12 +52,24 @@ def draw_kernel(records: list[dict]) -> bytes:
     return _png(figure)
 
 
-def kernel_line(record: dict) -> str:
-    """What a record of `bench kernel` has besides geometry and batch, in words."""
-    name = f"{record['mode']}, T = {record['tokens']}, {record['checkpoint']}:{record['read_copy']}"
-    if record["mode"].endswith("replay"):
-        name += f", L = {record['window']}"
-    return name if record["flushes"] else name + ", no flush"
+def kernel_lines(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
+    """geometry -> all else that a record of `bench kernel` has besides its batch, in words -> such records. Where steps
+    found their tokens is said if there are both ways. (Older records don't say: in tensors.)
+    """
+    lines: dict[str, dict[str, list[dict]]] = {}
+    ways = {record.get("tokens_in", "tensors") for record in records if record["mode"] == "replay"}
+    for record in records:
+        name = f"{record['mode']}, T = {record['tokens']}, {record['checkpoint']}:{record['read_copy']}"
+        if record["mode"].endswith("replay"):
+            name += f", L = {record['window']}"
+        if record["mode"] == "replay" and len(ways) > 1:
+            name += f", x and B in {record.get('tokens_in', 'tensors')}"
+        if record.get("with_conv"):
+            name += ", with convolution"
+        if not record["flushes"]:
+            name += ", no flush"
+        lines.setdefault(record["geometry"], {}).setdefault(name, []).append(record)
+    return lines
 
 
 def draw_prefill(records: list[dict]) -> bytes:

@@ -48,24 +48,32 @@ class MambaMixer:
         d_inner, group_width = heads * head_dim, geometry.num_groups * geometry.state_dim
         z, raw, dt = self.tiles(self.in_proj, x).split([d_inner, d_inner + 2 * group_width, heads], dim=-1)
         raw = raw.to(pool.activation)
-        # Rows of no sequence stay undefined in it and in y: no other row meets them, and zeros cost launches.
-        conv = raw.new_empty(raw.shape)
-        ops.conv_step(pool, self.layer, batch.plan, raw, self.conv_weight, self.conv_bias, conv)
-        x, B, C = conv.split([d_inner, group_width, group_width], dim=-1)
         scan, more = (ops.prefill, {}) if batch.is_prompt else (self.step, memory.step_arguments(self.layer))
+        # A step of ReplaySSM finds x and B in the rings. Others, and what evaluations put in its place, are given them.
+        records = scan is STEPS["replay"]
+        # Rows of no sequence stay undefined in it and in y: no other row meets them, and zeros cost launches.
+        conv = raw.new_empty((len(raw), geometry.num_groups, geometry.state_dim) if records else raw.shape)
+        call = (pool, self.layer, batch.plan, raw, self.conv_weight, self.conv_bias, conv)
+        ops.conv_step(*call, records=records)
+        if records:
+            x, B, C = None, None, conv
+        else:
+            x, B, C = conv.split([d_inner, group_width, group_width], dim=-1)
+            x = x.unflatten(-1, (heads, head_dim))
+            B, C = (part.unflatten(-1, (geometry.num_groups, -1)) for part in (B, C))
         y = scan(
             pool,
             self.layer,
             batch.plan,
-            x.unflatten(-1, (heads, head_dim)),
-            B.unflatten(-1, (geometry.num_groups, -1)),
-            C.unflatten(-1, (geometry.num_groups, -1)),
+            x,
+            B,
+            C,
             dt,
             self.A_log,
             self.D,
             self.dt_bias,
             dt_limit=self.dt_limit,
-            out=conv.new_empty((len(conv), heads, head_dim)),
+            out=conv.new_empty((len(raw), heads, head_dim)),
             **more,
         )
         return self.tiles(lambda y, z: self.out_proj.add_to(total, self.norm.gated(y, z)), y.flatten(1), z)

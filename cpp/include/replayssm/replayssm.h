@@ -292,7 +292,8 @@ typedef struct {
 } replayssm_tensor;
 
 /* Inputs and output of step, prefill, conventional_step and conventional_verify. Rows of the packed token tensors
- * belong to plan rows by first_token and count. x, B, C and out have the config's activation dtype. */
+ * belong to plan rows by first_token and count. x, B, C and out have the config's activation dtype. A step is given
+ * neither x nor B (data NULL) if conv_step has stored them as the tokens' records. */
 typedef struct {
   replayssm_tensor x;       /* [num_tokens, H, P] */
   replayssm_tensor B;       /* [num_tokens, G, N] */
@@ -311,9 +312,11 @@ typedef struct {
   replayssm_tensor in;     /* [num_tokens, conv_channels], raw, activation dtype */
   replayssm_tensor weight; /* [conv_channels, K], any dtype, contiguous; tap K-1 meets the newest input */
   replayssm_tensor bias;   /* [conv_channels], any dtype; data NULL: zero */
-  replayssm_tensor out;    /* [num_tokens, conv_channels], silu(conv), activation dtype; must not overlap `in` */
+  replayssm_tensor out;    /* [num_tokens, conv_channels], silu(conv), activation dtype; must not overlap `in`. With
+                              `records` C alone: [num_tokens, G*N] */
   int64_t num_tokens;
-  int32_t max_count; /* an upper bound of every count, known on the host */
+  int32_t max_count; /* an upper bound of every count, known on the host (with `records` at most max_step_tokens) */
+  int32_t records;   /* 1: x and B become the tokens' records, in the rings, instead of parts of `out`; 0: no */
 } replayssm_conv_args;
 
 /* Inputs and output of rms_norm. width: a multiple of 8 * groups, width / groups at most REPLAYSSM_MAX_NORM_WIDTH. */
@@ -464,7 +467,10 @@ REPLAYSSM_API replayssm_status replayssm_attend(const replayssm_exec* exec, cons
 
 /* out = silu(causal depthwise conv of `in` over the slot's raw inputs + bias). Keeps the raw inputs that later tokens
  * or a rollback need: the new tokens of a row of count <= max_step_tokens, else the last K-1 (a long row is a prompt
- * and is never rolled back). Inputs before token 0 count as 0. */
+ * and is never rolled back). Inputs before token 0 count as 0.
+ * With `records` x and B go where step would append them: a step without x and B of its own must follow on the same
+ * plan, and rows that it does not take (LONG, SNAPSHOT) are refused. New records never lie on live ones, in rows that
+ * flush neither. */
 REPLAYSSM_API replayssm_status replayssm_conv_step(const replayssm_exec* exec, const replayssm_geometry* geometry,
                                                    const replayssm_config* config, const replayssm_layer* layer,
                                                    const replayssm_table* table, const void* plan, int32_t rows,
@@ -477,7 +483,8 @@ REPLAYSSM_API replayssm_status replayssm_flush(const replayssm_exec* exec, const
                                                const replayssm_config* config, const replayssm_layer* layer,
                                                const replayssm_table* table, const void* plan, int32_t rows,
                                                const replayssm_tensor* A_log);
-/* Flushes flagged rows (unless `flushed`), appends the new records, and computes the outputs without forming a state:
+/* Flushes flagged rows (unless `flushed`), appends the new records (of those that conv_step has stored only delta), and
+ * computes the outputs without forming a state:
  * y_s = exp(e(0,h+s)) S_ckpt C_s + sum_{j<=h+s} delta_j exp(e(j,h+s)) (B_j . C_s) x_j + D x_s,  s = 1..count.
  * S_ckpt is the stored read copy, if the config has one, else the stored checkpoint; also in rows that flush. */
 REPLAYSSM_API replayssm_status replayssm_step(const replayssm_exec* exec, const replayssm_geometry* geometry,

@@ -16,6 +16,9 @@
 // and stores:
 // - count <= max_step_tokens (one stretch): every new input, next to the old ones, none of which is overwritten;
 // - longer: the last K-1 inputs, loaded once more.
+//
+// A thread's channels lie side by side wherever they go, in `out` or, of x and B that become records, in the ring of
+// their group: the pieces of 16 bytes cross neither groups nor x, B and C.
 #include <algorithm>
 
 #include "common.cuh"
@@ -29,6 +32,14 @@ static_assert(kStretch >= REPLAYSSM_MAX_STEP_TOKENS, "a row that may be rolled b
 constexpr int kMostRows = 64;  // of a CTA
 static_assert(kMostRows <= kThreads);
 
+// Where the results of a range of channels go: to a tensor, whose rows are tokens, or to the rings of the groups.
+struct Target {
+  char* data;                                // that of channel `first`
+  int64_t slot_stride, group_stride, pitch;  // in bytes; pitch: from row to row
+  int32_t first, group_channels, ring_rows;  // ring_rows: 0 of a tensor
+  bool aligned;
+};
+
 struct ConvParams {
   Problem problem;
   replayssm_layer layer;
@@ -37,7 +48,8 @@ struct ConvParams {
   replayssm_conv_args args;
   int32_t rows, rows_each;  // of all CTAs, of one
   int32_t channel_blocks, stretches;
-  bool in_aligned, out_aligned, weight_aligned, bias_aligned;
+  Target targets[3];  // in the order of the channels
+  bool in_aligned, weight_aligned, bias_aligned;
 };
 
 template <typename T>
@@ -94,7 +106,7 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     part.end = begin;
     if (i >= rows) return part;
     const replayssm_plan_row& row = planned[i];
-    if (!admit(row, first_row + i, args.num_tokens, args.max_count, problem.config.window, true, params.error,
+    if (!admit(row, first_row + i, args.num_tokens, args.max_count, problem.config.window, !args.records, params.error,
                channel == 0 && stretch == 0) ||
         begin >= row.count) {
       return part;
@@ -161,9 +173,15 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     }
   }
 
+  const Target& target = params.targets[(channel >= params.targets[1].first) + (channel >= params.targets[2].first)];
+  const int target_group = (channel - target.first) / target.group_channels;
+  char* const target_data = target.data + target_group * target.group_stride +
+                            (channel - target.first - target_group * target.group_channels) * sizeof(T);
+
   auto work_on = [&](Part& part) {
     if (part.end == begin) return;
     const replayssm_plan_row& row = planned[part.index];
+    char* const target_slot = target_data + row.slot * target.slot_stride;
     const bool is_long = !kSingle && row.flags & REPLAYSSM_ROW_LONG;
     T* const ring = ring_of(part);
     auto keep = [&](int position, const Raw<kChannels>& raw) {
@@ -221,10 +239,9 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
         for (int c = 0; c < kChannels; ++c) y[c] = silu(y[c]);
 #pragma unroll
         for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
-        store_vector<kChannels>(
-            args.out.data, kType,
-            (static_cast<int64_t>(planned[part.index].first_token) + t) * args.out.stride[0] + channel,
-            params.out_aligned, y);
+        const int64_t place = target.ring_rows ? ring_position(row.ring_row, t, target.ring_rows)
+                                               : static_cast<int64_t>(row.first_token) + t;
+        store_vector<kChannels>(target_slot + place * target.pitch, kType, 0, target.aligned, y);
       }
       if (kSingle) break;
       fetch(part, first + kBatch);
@@ -278,19 +295,39 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
   const int32_t at_once = ctas_per_sm(args.max_count) * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   const int32_t groups = stretches > 1 ? rows : std::clamp(at_once / channel_blocks, 1, rows);  // of rows, a CTA each
   const int32_t rows_each = std::min((rows - 1) / groups + 1, kMostRows);
-  const ConvParams params{problem,
-                          layer,
-                          table.error,
-                          plan_rows(plan),
-                          args,
-                          rows,
-                          rows_each,
-                          channel_blocks,
-                          stretches,
-                          rows_aligned(args.in),
-                          rows_aligned(args.out),
-                          is_aligned_vector(args.weight),
-                          is_aligned_vector(args.bias)};
+  ConvParams params{problem,
+                    layer,
+                    table.error,
+                    plan_rows(plan),
+                    args,
+                    rows,
+                    rows_each,
+                    channel_blocks,
+                    stretches,
+                    {},
+                    rows_aligned(args.in),
+                    is_aligned_vector(args.weight),
+                    is_aligned_vector(args.bias)};
+  const replayssm_geometry& g = problem.geometry;
+  const int64_t size = element_size(problem.config.activation);
+  auto output = [&](int32_t first, int32_t channels) {
+    const bool aligned = rows_aligned(args.out);
+    return Target{static_cast<char*>(args.out.data), 0, 0, args.out.stride[0] * size, first, channels, 0, aligned};
+  };
+  auto ring = [&](const replayssm_buffer& buffer, int32_t first, int32_t channels) {
+    const int64_t pitch = channels * size, group = problem.ring_rows * pitch;
+    return Target{
+        static_cast<char*>(buffer.base), buffer.slot_stride, group, pitch, first, channels, problem.ring_rows, true};
+  };
+  if (args.records) {
+    const int32_t x_channels = g.num_heads * g.head_dim, b_channels = g.num_groups * g.state_dim;
+    params.targets[0] = ring(layer.x_ring, 0, x_channels / g.num_groups);
+    params.targets[1] = ring(layer.b_ring, x_channels, g.state_dim);
+    params.targets[2] = output(x_channels + b_channels, b_channels);
+  } else {
+    params.targets[0] = output(0, problem.conv_channels);
+    params.targets[1].first = params.targets[2].first = problem.conv_channels;  // none
+  }
   auto packed = [&](const replayssm_tensor& vector, bool aligned) {
     return !vector.data || (vector.dtype == problem.config.activation && aligned);
   };

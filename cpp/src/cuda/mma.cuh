@@ -183,13 +183,13 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged*
 
 // A tile of B^T C, of 16 records from `first` on by 8 tokens from `token` on, in two sums for the even and the odd
 // words of the rows. Lane (g, t) has records g and g + 8 of tokens 2t and 2t + 1, as mma.m16n8k16 has them. Rows and
-// columns beyond the last of `count` records and T tokens repeat it. B, C: rows kStride apart.
-template <typename Staged>
+// columns beyond the last of `count` records and T tokens repeat it. B, C: rows kRowStride apart.
+template <int kRowStride = kStride, typename Staged>
 __device__ inline void multiply_records(const Staged* B, int first, int count, const Staged* C, int token, int T, int g,
                                         int t, float (&sum)[2][4]) {
-  const uint4* const upper = reinterpret_cast<const uint4*>(B + min(first + g, count - 1) * kStride) + t;
-  const uint4* const lower = reinterpret_cast<const uint4*>(B + min(first + g + 8, count - 1) * kStride) + t;
-  const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kStride) + t;
+  const uint4* const upper = reinterpret_cast<const uint4*>(B + min(first + g, count - 1) * kRowStride) + t;
+  const uint4* const lower = reinterpret_cast<const uint4*>(B + min(first + g + 8, count - 1) * kRowStride) + t;
+  const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kRowStride) + t;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];

@@ -37,16 +37,18 @@ struct Quotient {
   }
 };
 
-// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are newest first.
+// Shared memory of a CTA; offsets in bytes, strides in elements. Records of the history are oldest first and, behind
+// them, the new tokens; CTAs that fold have those of the history newest first.
 struct ReadShared {
   int warps, tokens, rows;  // rows: records of the history and, behind them, new tokens
   int g_stride, x_stride;   // of a token of B^T C; of a record of x
-  int delta_stride;         // of a head of delta and v
+  int delta_stride;         // of a head of v and, in CTAs that fold, of delta
   int b, c;
   int terms_stride;
   int zeros, query, g, g_new, query_scale, barrier;
-  int delta, v, rate, decay;  // of each head. Behind the history's delta lie the tokens'. v has the exponents first.
-                              // CTAs that fold have their decay behind it
+  int delta, v, rate, decay;  // of each head; delta: of each record, or of each head in CTAs that fold. Behind the
+                              // history's delta lie the tokens'. v has the exponents first. CTAs that fold have their
+                              // decay behind it
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
   int scaled;    // of each warp: C times column scales, where a row has one token. CTAs that don't fold have this and
                  // terms in the place of B and C, of which nothing is needed then
@@ -74,15 +76,15 @@ struct ReadShared {
         x_stride(P + 8),  // so that the rows of a matrix lie in different banks,
         delta_stride(round_up(window + (folded_size > 0 ? tokens : 0), 32) + 2),  // and the heads
         b(folded_size > 0 ? wide_size(window) * 4 : 0),
-        c(b + rows * kStride * 2),
+        c(b + rows * kMaxStateDim * 2),
         terms_stride(round_up(tokens + tokens * tokens, 4)),
-        zeros(std::max(c + tokens * kStride * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
+        zeros(std::max(c + tokens * kMaxStateDim * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
         query(zeros + kZeroBytes),
         g(query + query_parts * tokens * kQueryStride * 4),
         g_new(g + (folded_size > 0 ? 0 : tokens * g_stride * 4)),
         query_scale(g_new + tokens * tokens * 4),
         barrier(round_up(query_scale + tokens * 4, 8)),
-        delta(barrier + (warps * (plain ? kSlots : 1) + 1) * 8),
+        delta(round_up(barrier + (warps * (plain ? kSlots : 1) + 1) * 8, 16)),
         v(delta + heads * delta_stride * 4),
         rate(v + (wide ? warps : heads) * delta_stride * 4),
         decay(rate + heads * 4),
@@ -141,10 +143,12 @@ struct ReadParams {
   Quotient heads, group_heads;  // of a row, of a group
   Quotient ctas, chunks;        // of a row, of a group, but for those that fold
   Quotient x_parts;             // 16 bytes of a row of x
+  Quotient delta_parts;         // of a record's delta of a CTA that steps,
+  int delta_part;               // each of so many heads
   int state_bytes;              // of a head, as steps read it
   struct {
-    int64_t state, ring, new_x, out;  // bytes, elements
-  } advance;                          // from a head to the warp's next
+    int64_t state, ring, new_x, out;
+  } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
@@ -189,6 +193,11 @@ struct FlushingRows {
     return __ffs(rest) - 1;
   }
 };
+
+template <typename T>
+__device__ inline T* beyond(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
+}
 
 // Brings what the host has given near, so that no access to it has to wait when others wait for that.
 __device__ inline void fetch_parameters(const ReadParams& params) {
@@ -249,13 +258,14 @@ struct ReadCta {
         shared(hide_address(shared + step_half() * layout.bytes)),
         tid(keep(kPaired ? threadIdx.x % kThreads : threadIdx.x)),
         warp(__shfl_sync(~0u, tid / 32, 0)),  // the shuffle tells the compiler that a warp has one index
-        lane(tid % 32),
-        g(lane / 4),
-        t(lane % 4),
+        lane(tid & 31),
+        g(lane >> 2),
+        t(lane & 3),
         team_bits(team_bits),
         team(warp >> team_bits),
         member(warp & ((1 << team_bits) - 1)),
         x_rows(params.x_parts(32 << team_bits)) {
+    __builtin_assume(tid >= 0);  // so that divisions need not round towards zero
     const int team_lane = member * 32 + lane, parts = params.x_parts.divisor;
     x_row = params.x_parts(team_lane);
     x_column = (team_lane - x_row * parts) * 8;
@@ -281,7 +291,7 @@ struct ReadCta {
   // Records of the team's head: bytes in shared memory; of the history, and of the new tokens.
   __device__ int x_at() const { return layout.x + team * layout.rows * layout.x_stride * 2; }
   __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
-  __device__ Staged* new_b() const { return staged(layout.b) + history * kStride; }
+  __device__ Staged* new_b() const { return staged(layout.b) + history * N; }
   // What steps read of the team's head, if it is quantised.
   __device__ int state_at() const { return kKeeps ? layout.folded : layout.state + team * layout.state_bytes; }
   __device__ char* state() const { return shared + state_at(); }
@@ -289,6 +299,7 @@ struct ReadCta {
   __device__ Barrier* slot_barrier(int slot) const {
     return reinterpret_cast<Barrier*>(shared + layout.barrier) + warp * kSlots + slot;
   }
+  // Of what is folded; else of B.
   __device__ Barrier* fold_barrier() const {
     return reinterpret_cast<Barrier*>(shared + layout.barrier) + kWarps * (kPlain ? kSlots : 1);
   }
@@ -297,6 +308,11 @@ struct ReadCta {
     const int position = row.ring_row - 1 - record;
     return position < 0 ? position + problem.ring_rows : position;
   }
+  __device__ int ring_row_of(int staged) const {
+    return ring_position(row.ring_row, staged - history, problem.ring_rows);
+  }
+  // Of staged records, how many come from the ring: the new ones too, if they are there.
+  __device__ int from_ring() const { return history + (params.scan.append ? 0 : T); }
   __device__ Staged* b_ring() const {
     return reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, row.slot)) + group * problem.ring_rows * N;
   }
@@ -358,24 +374,46 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
+  // Of B, what comes from the ring: one run of it or two.
+  __device__ void request_b() const {
+    const int count = from_ring();
+    Staged* const B = staged(layout.b);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (!kFolds) {
+      if (warp == kWarps - 1 && elect_lane()) {
+        constexpr int kBytes = N * sizeof(Staged);
+        const Staged* const ring = b_ring();
+        const int first = ring_row_of(0), whole = min(count, problem.ring_rows - first);
+        arrive_expecting(fold_barrier(), count * kBytes);
+        if (count > 0) request_block(B, ring + first * N, whole * kBytes, fold_barrier());
+        if (count > whole) request_block(B + whole * N, ring, (count - whole) * kBytes, fold_barrier());
+      }
+      return;
+    }
+#endif
+    const int column = tid % kRowParts * 8;
+    const Staged* const ring = b_ring() + column;
+#pragma unroll 1
+    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+      request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
+    }
+  }
+
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
-    const int part_row = tid / kRowParts, part_column = tid % kRowParts * 8;
-    const Staged* const ring = b_ring() + part_column;
-    Staged* const B = staged(layout.b) + part_column;
-#pragma unroll 1
-    for (int i = part_row; i < history; i += kRowsAtOnce) {
-      request_16_bytes(B + i * kStride, ring + ring_before(i) * N);
-    }
+    const int part_column = tid % kRowParts * 8;
+    request_b();
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
-      request_input(new_b() + s * kStride + part_column,
-                    static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
-                        group * args.B.stride[1] + part_column,
-                    params.scan.b_aligned);
+      if (params.scan.append) {
+        request_input(new_b() + s * N + part_column,
+                      static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
+                          group * args.B.stride[1] + part_column,
+                      params.scan.b_aligned);
+      }
       if (!kKeeps) {
-        request_input(staged(layout.c) + s * kStride + part_column,
+        request_input(staged(layout.c) + s * N + part_column,
                       static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
                           group * args.C.stride[1] + part_column,
                       params.scan.c_aligned);
@@ -383,7 +421,7 @@ struct ReadCta {
     }
 #pragma unroll 1
     for (int s = turned(2) / kRowParts; kKeeps && s < T; s += kRowsAtOnce) {
-      request_input(staged(layout.c) + s * kStride + part_column,
+      request_input(staged(layout.c) + s * N + part_column,
                     static_cast<const Staged*>(args.C.data) + (first_token + s) * args.C.stride[0] +
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
@@ -393,18 +431,33 @@ struct ReadCta {
         const float* const source = delta_ring(0);
 #pragma unroll 1
         for (int i = lane; i < h; i += 32) {
-          request_4_bytes(floats(layout.delta) + i, source + ring_before(i) * params.heads_per_group);
+          request_4_bytes(&delta(0, i), source + ring_before(i) * params.heads_per_group);
         }
       }
       return;
     }
-    const int k = thread_head();
-    if (k >= heads) return;
-    const float* const source = delta_ring(k);
-    float* const target = floats(layout.delta) + k * layout.delta_stride;
+    if constexpr (kFolds) {
+      const int k = thread_head();
+      if (k >= heads) return;
+      const float* const source = delta_ring(k);
 #pragma unroll 1
-    for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
-      request_4_bytes(target + i, source + ring_before(i) * params.heads_per_group);
+      for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
+        request_4_bytes(&delta(k, i), source + ring_before(i) * params.heads_per_group);
+      }
+    } else {
+      const float* const source = delta_ring(0);
+      const int parts = params.delta_parts.divisor;
+#pragma unroll 1
+      for (int i = tid; i < h * parts; i += kThreads) {
+        const int record = params.delta_parts(i), k = (i - record * parts) * params.delta_part;
+        if (k >= heads) continue;
+        const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
+        if (params.delta_part == 4) {
+          request_16_bytes(&delta(k, record), part);
+        } else {
+          request_4_bytes(&delta(k, record), part);
+        }
+      }
     }
   }
 
@@ -418,7 +471,7 @@ struct ReadCta {
   struct Head {
     const char* state;    // what steps read
     Staged* ring;         // of x, the lane's columns,
-    const Staged* new_x;  // which also are these, of the lane's first token
+    const Staged* new_x;  // which also are these, of the lane's first token that comes as a tensor
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
@@ -428,35 +481,41 @@ struct ReadCta {
       state = cta.problem.read_copy_head_bytes > 0 ? cta.read_copy(head) : cta.checkpoint(head);
       ring = reinterpret_cast<Staged*>(section_of(cta.params.scan.layer.x_ring, cta.row.slot)) +
              cta.record_of(k) * cta.problem.geometry.head_dim + cta.x_column;
-      new_x = static_cast<const Staged*>(args.x.data) + (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] +
-              head * args.x.stride[1] + cta.x_column;
+      new_x = static_cast<const Staged*>(args.x.data);
+      if (new_x) {
+        new_x += (first_token + (kSingle ? 0 : cta.x_row)) * args.x.stride[0] + head * args.x.stride[1] + cta.x_column;
+      }
       out = static_cast<Staged*>(args.out.data) + first_token * args.out.stride[0] + head * args.out.stride[1] +
             cta.first_slice * kSliceWidth + cta.output_row();
     }
     __device__ void advance(const ReadParams& params) {  // where warps have a head each
       state += params.advance.state;
-      ring = keep(ring + params.advance.ring);
-      new_x = keep(new_x + params.advance.new_x);
-      out += params.advance.out;
+      ring = keep(beyond(ring, params.advance.ring));
+      new_x = keep(beyond(new_x, params.advance.new_x));
+      out = beyond(out, params.advance.out);
     }
   };
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    int x, new_x;      // the lane's 16 bytes of its first record and first token
-    int chunk;         // of quantised states
-    int terms;         // of the first head
-    int history_x[2];  // the lane's row of a tile's first slice
-    int out_x;         // the lane's row of the first slice, of the first token
+    int x, new_x;  // the lane's 16 bytes of its first record and first token
+    int chunk;     // of quantised states
+    int terms;     // of the first head
+    int run_x[2];  // the lane's row of a tile's first slice
+    int out_x;     // of quantised states: the lane's row of the first slice, of the only token
 
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+    }
+    // What is read of a head that has been requested.
+    __device__ void find_inputs(const ReadCta& cta) {
+      const ReadShared& layout = cta.layout;
       if (!kPlain) chunk = keep(cta.state_at());
       terms = keep(layout.terms + cta.team * layout.terms_stride * 4);
-      history_x[0] = keep(cta.history_at(0)), history_x[1] = keep(cta.history_at(1));
-      out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
+      run_x[0] = keep(cta.run_at(0)), run_x[1] = keep(cta.run_at(1));
+      if (!kPlain) out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
   // The same for the query of a row's only token, to a quantised state.
@@ -464,6 +523,8 @@ struct ReadCta {
     int head_scale;
     int column_scales, query, scaled;  // of the two words of C that the lane scales
     int operand;
+    int weights, next_weights;  // of the history: of the first head; from head to head
+    int part;                   // that the lane takes of them
 
     QueryPlaces() = default;
     __device__ explicit QueryPlaces(const ReadCta& cta) {
@@ -477,6 +538,17 @@ struct ReadCta {
       scaled = keep(copy + 8 * lane);
       // Zeros where the lane brings none of a product's column.
       operand = keep(cta.g == 2 * cta.t ? (State::kColumnScales ? copy : layout.query) + 16 * cta.t : layout.zeros);
+      // Column 0 of a product has the upper halves of weights, column 2 what these leave out, the others zeros.
+      const bool brings = cta.g == 0 || cta.g == 2;
+      weights = keep((brings ? layout.v : layout.zeros) + 8 * cta.t);
+      next_weights = keep(brings ? 4 * layout.delta_stride : 0);
+      part = keep(cta.g == 0 ? 0x7632 : 0x5410);
+    }
+    // Of a tile of the k-th head.
+    __device__ uint2 weights_of(const char* shared, int k, int tile) const {
+      const char* const at = shared + weights + k * next_weights + (next_weights > 0 || tile < 2 ? 64 * tile : 0);
+      const uint2 first = *reinterpret_cast<const uint2*>(at), second = *reinterpret_cast<const uint2*>(at + 32);
+      return make_uint2(__byte_perm(first.x, first.y, part), __byte_perm(second.x, second.y, part));
     }
   };
 
@@ -487,22 +559,23 @@ struct ReadCta {
   __device__ void request_head(const Head& head, const Places& places) const {
     // Else it is zero, there, or comes slice by slice.
     if (!kPlain && has_state() && !kKeeps) request_state(head.state);
-    if (kKeeps) return;  // x is there
-    Staged* target = staged(places.x);
-    int position = row.ring_row - 1 - x_row;
-#pragma unroll 1
-    for (int i = x_row; i < history; i += x_rows) {
-      if (position < 0) position += problem.ring_rows;
-      request_16_bytes(target, head.ring + position * params.x_ring_stride);
-      target += x_rows * layout.x_stride, position -= x_rows;
-    }
-    request_tokens(head.new_x, staged(places.new_x));
+    if (!kKeeps) request_x(head, staged(places.x), staged(places.new_x));  // else x is there
   }
-  // x of the tokens. target: of the lane's first one.
-  __device__ void request_tokens(const Staged* source, Staged* target) const {
+  // x of all records. The targets are those of the lane's first record, and of its first token.
+  __device__ void request_x(const Head& head, Staged* target, Staged* new_target) const {
+    int position = row.ring_row - history + x_row;
+    if (position < 0) position += problem.ring_rows;
+#pragma unroll 1
+    for (int i = x_row; i < from_ring(); i += x_rows) {
+      if (position >= problem.ring_rows) position -= problem.ring_rows;
+      request_16_bytes(target, head.ring + position * params.x_ring_stride);
+      target += x_rows * layout.x_stride, position += x_rows;
+    }
+    if (!params.scan.append) return;
+    const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
-      request_input(target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      request_input(new_target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
       if (kSingle) break;
     }
   }
@@ -598,8 +671,9 @@ struct ReadCta {
     return state;
   }
 
-  // The new x into the ring.
+  // The new x into the ring, if it is not there.
   __device__ void append_x(const Head& head, const Places& places) const {
+    if (!params.scan.append) return;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows) {
       const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
@@ -615,7 +689,7 @@ struct ReadCta {
   __device__ void form_query() const {
 #pragma unroll 1
     for (int s = kWarps - 1 - warp; s < T; s += kWarps) {
-      const Staged* const token = staged(layout.c) + s * kStride;
+      const Staged* const token = staged(layout.c) + s * N;
       float value[4];
       load_shared<4>(token + lane * 4, value);
       uint32_t* const query = words(layout.query) + s * kQueryStride;
@@ -655,28 +729,25 @@ struct ReadCta {
     }
   }
 
-  // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it.
+  // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. Behind the history its part
+  // has zeros.
   __device__ void form_products() const {
     constexpr int kTile = 8;
-    const int tiles = (history + 15) / 16;
+    const int count = history + T;
 #pragma unroll 1
-    for (int tile = warp; tile < tiles + 1; tile += kWarps) {
-      const bool is_new = tile == tiles;
-      const int first = is_new ? 0 : tile * 16, count = is_new ? T : history;
-      const Staged* const records = is_new ? new_b() : staged(layout.b);
+    for (int first = 16 * warp; first < count; first += 16 * kWarps) {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
         float sum[2][4] = {};
-        multiply_records(records, first, count, staged(layout.c), token, T, g, t, sum);
+        multiply_records<N>(staged(layout.b), first, count, staged(layout.c), token, T, g, t, sum);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int record = first + g + i / 2 * 8, s = token + 2 * t + i % 2;
-          const float product = record < count ? sum[0][i] + sum[1][i] : 0.0f;
+          const float product = sum[0][i] + sum[1][i];
           if (s >= T) continue;
-          if (!is_new) {
-            floats(layout.g)[s * layout.g_stride + record] = product;
-          } else if (record < T) {
-            floats(layout.g_new)[record * layout.tokens + s] = product;
+          if (!kFolds) floats(layout.g)[s * layout.g_stride + record] = record < history ? product : 0.0f;
+          if (record >= history && record < count) {
+            floats(layout.g_new)[(record - history) * layout.tokens + s] = product;
           }
         }
       }
@@ -722,19 +793,18 @@ struct ReadCta {
       if (s >= T) continue;
       const float step = discretised_step(bits_to_float(inputs.dt[i], args.dt.dtype),
                                           bits_to_float(inputs.bias, args.dt_bias.dtype), args.dt_min, args.dt_max);
-      floats(layout.delta)[k * layout.delta_stride + h + s] = step;
+      delta(k, h + s) = step;
       delta_ring(k)[ring_position(row.ring_row, s, problem.ring_rows) * params.heads_per_group] = step;
     }
     if (thread_token() > 0) return;
     const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
     floats(layout.rate)[k] = rate;
-    const float* const delta = floats(layout.delta) + k * layout.delta_stride;
     float* const exponents = floats(layout.v) + k * layout.delta_stride;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int i = 0; i < history; ++i) {
+    for (int i = history - 1; i >= 0; --i) {
       exponents[i] = sum;
-      sum = __fadd_rn(sum, __fmul_rn(rate, delta[i]));
+      sum = __fadd_rn(sum, __fmul_rn(rate, delta(k, i)));
     }
     floats(layout.decay)[k] = expf(sum);
   }
@@ -744,7 +814,6 @@ struct ReadCta {
     const int k = thread_head(), stride = layout.tokens;
     if (k >= heads) return;
     const float rate = floats(layout.rate)[k], skip = bits_to_float(inputs.skip, args.D.dtype);
-    const float* const steps = floats(layout.delta) + k * layout.delta_stride + h;
     float* const since = floats(layout.terms) + k * layout.terms_stride;
     float* const u = since + stride;
 #pragma unroll 1
@@ -753,25 +822,42 @@ struct ReadCta {
 #pragma unroll 1
       for (int r = s; r >= 0; --r) {
         const float product = floats(layout.g_new)[r * stride + s];
-        u[r * stride + s] = fmaf(record_weight(steps[r], exponent), product, r == s ? skip : 0.0f);
-        exponent = __fadd_rn(exponent, __fmul_rn(rate, steps[r]));
+        u[r * stride + s] = fmaf(record_weight(delta(k, h + r), exponent), product, r == s ? skip : 0.0f);
+        exponent = __fadd_rn(exponent, __fmul_rn(rate, delta(k, h + r)));
       }
       since[s] = expf(exponent);
     }
+    // Beside the two terms of an only token what else its sums are multiplied by.
+    if (kSingle && !kPlain && thread_token() == 0) {
+      since[2] = kFolds ? 1.0f : floats(layout.decay)[k];
+      since[3] = *floats(layout.query_scale);
+    }
   }
 
-  // v in the place of the exponents, and zeros up to a multiple of 16.
+  // v in the place of the exponents, and zeros up to a multiple of 16. A row's only token, to a quantised state, takes
+  // v times B^T C instead, in two parts of BF16: upper halves, and what these leave out.
   __device__ void weigh_records() const {
     constexpr int kTile = 16, kHeads = kThreads / kTile;
 #pragma unroll 1
     for (int k = tid / kTile; k < heads; k += kHeads) {
-      const float* const delta = floats(layout.delta) + k * layout.delta_stride;
       float* const v = floats(layout.v) + k * layout.delta_stride;
 #pragma unroll 1
       for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
-        v[i] = i < history ? record_weight(delta[i], v[i]) : 0.0f;
+        const float weight = i < history ? record_weight(delta(k, i), v[i]) : 0.0f;
+        if (reads_one()) {
+          const uint32_t bits = float_bits(__fmul_rn(weight, floats(layout.g)[i])), upper = bits & 0xffff0000u;
+          const float rest = __fsub_rn(bits_float(bits), bits_float(upper));
+          v[i] = bits_float(upper | pack_pair<__nv_bfloat16>(rest, 0.0f));
+        } else {
+          v[i] = weight;
+        }
       }
     }
+  }
+
+  // Of the k-th head, the history's and behind it the tokens'.
+  __device__ float& delta(int k, int record) const {
+    return floats(layout.delta)[kFolds ? k * layout.delta_stride + record : record * params.cta_heads + k];
   }
 
   // Of the k-th head that is folded: weights of its records, and behind them the decay.
@@ -781,12 +867,15 @@ struct ReadCta {
   __device__ void prepare(const TokenInputs& inputs) const {
     await_groups<1>();
     synchronise();
-    if (group_head == 0) {
+#if __CUDA_ARCH__ >= 900
+    if (!kFolds) await(fold_barrier(), 0);
+#endif
+    if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
       for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
         *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
-            *reinterpret_cast<const uint4*>(new_b() + s * kStride + part_column);
+            *reinterpret_cast<const uint4*>(new_b() + s * N + part_column);
       }
     }
     form_products();
@@ -1157,18 +1246,58 @@ struct ReadCta {
                    lower = pack_pair<__nv_bfloat16>(weights.z, weights.w);
     return make_uint4(upper, low(weights.x, weights.y, upper), lower, low(weights.z, weights.w, lower));
   }
-  // The lane's row of a tile of the history, for ldmatrix; zeros where there is no record.
-  __device__ int history_at(int tile) const {
+  // The same of the history and of the new tokens up to s, which count from exp(f_s) S C_s on.
+  __device__ float4 weights_of_run(int k, int s, int tile, const float* terms) const {
+    const float since = terms[s];
+    if (16 * tile + 16 <= history) {
+      const float4 weights = weights_of(k, s, tile);
+      return make_float4(__fmul_rn(weights.x, since), __fmul_rn(weights.y, since), __fmul_rn(weights.z, since),
+                         __fmul_rn(weights.w, since));
+    }
+    const float* const v = floats(layout.v) + k * layout.delta_stride;
+    const float* const product = floats(layout.g) + s * layout.g_stride;
+    const float* const u = terms + layout.tokens + s;
+    auto of = [&](int record) {
+      record += 16 * tile + 2 * t;
+      const int r = record - history;
+      return r < 0 ? __fmul_rn(__fmul_rn(v[record], product[record]), since) : r <= s ? u[r * layout.tokens] : 0.0f;
+    };
+    return make_float4(of(0), of(1), of(8), of(9));
+  }
+  // Records that a product over them takes; a row's only token is added apart, unless the state is plain.
+  __device__ int run_length() const { return reads_one() ? history : history + T; }
+  // The lane's row of a tile of these, for ldmatrix; zeros where there is no record.
+  __device__ int run_at(int tile) const {
     const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (record < history ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
+    return (record < run_length() ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
            2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
   }
 
-  // The lane's row of the new tokens, for ldmatrix; zeros where there is none.
-  __device__ int new_tokens_at() const {
-    const int token = (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (token < T ? new_x_at() + token * layout.x_stride * 2 : layout.zeros) +
-           2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
+  // Zero times x that is not finite would reach tokens before it. So where sums of several tokens are not finite, they
+  // are formed anew without such x of new tokens: these words of a tile,
+  __device__ void leave_out(int tile, uint32_t (&x)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int record = 16 * tile + 2 * t + (kPlain ? i % 2 : i / 2) * 8;
+      const uint32_t finite = finite_of<Staged>(x[i]);
+      if (record >= history) x[i] = x[i] & 0xffff0000u | finite & 0xffffu;
+      if (record + 1 >= history) x[i] = x[i] & 0xffffu | finite & 0xffff0000u;
+    }
+  }
+  // and these are added: to sums of two tokens, and of the head's row p and those behind it that a lane has.
+  __device__ void add_left_out(const float* terms, int first, int second, int p, float (&value)[4]) const {
+    const Staged* x = staged(new_x_at()) + p;
+#pragma unroll 1
+    for (int r = 0; r < T; ++r, x += layout.x_stride) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = i % 2 == 0 ? first : second;
+        const float left_out = static_cast<float>(x[i / 2 * 8 + (kPlain ? i % 2 : 0)]);
+        if (r <= s && !isfinite(left_out)) {
+          value[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, value[i]);
+        }
+      }
+    }
   }
 
   // The head's column scales times C; for a whole warp, which has a copy of its own.
@@ -1198,23 +1327,17 @@ struct ReadCta {
   // that are its own. last: it reads no other after that.
   __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
                                              Head& head, bool last) const {
-    constexpr uint32_t kUpper = 0xffff0000u;
     const int tiles = (history + 15) / 16;
     scale_query(of_query);
-    const float scale = State::head_scale(shared + of_query.head_scale) * (kFolds ? 1.0f : floats(layout.decay)[k]);
-    const float factor = scale * *floats(layout.query_scale), since = floats(terms_at)[0],
-                u = floats(terms_at)[layout.tokens];
-    // Column 0 of a product has the upper halves of weights, column 2 what these leave out, the others zeros.
-    const uint32_t whole = g == 0 ? kUpper : g == 2 ? ~0u : 0, taken = g == 2 ? kUpper : 0;
-    auto take_weights = [&](int tile) {
-      const float4 all = weights_of(k, 0, tile);
-      auto part = [&](float weight) {
-        const uint32_t bits = float_bits(weight);
-        return __fsub_rn(bits_float(bits & whole), bits_float(bits & taken));
-      };
-      return make_uint2(pack_pair<__nv_bfloat16>(part(all.x), part(all.y)),
-                        pack_pair<__nv_bfloat16>(part(all.z), part(all.w)));
-    };
+    const float* const terms = floats(terms_at);
+    float4 of_token;  // exp(f), u, d, the scale of the query
+    if constexpr (kSingle) {
+      of_token = *reinterpret_cast<const float4*>(terms);
+    } else {
+      of_token = make_float4(terms[0], terms[layout.tokens], kFolds ? 1.0f : floats(layout.decay)[k],
+                             *floats(layout.query_scale));
+    }
+    const float factor = State::head_scale(shared + of_query.head_scale) * of_token.z * of_token.w;
     uint4 query[kProducts / 2];
     uint2 weights[2] = {};
 #pragma unroll
@@ -1223,9 +1346,9 @@ struct ReadCta {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = take_weights(i);
+      if (i < tiles) weights[i] = of_query.weights_of(shared, k, i);
     }
-    int history_x[2] = {places.history_x[0], places.history_x[1]};
+    int run_x[2] = {places.run_x[0], places.run_x[1]};
     const Staged* new_x = staged(places.out_x);
     typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
     Staged* out = head.out;
@@ -1241,13 +1364,13 @@ struct ReadCta {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (i >= tiles) continue;
-          const HistoryOperand<Staged> x(staged(history_x[i] + 2 * j * kSliceWidth));
+          const HistoryOperand<Staged> x(staged(run_x[i] + 2 * j * kSliceWidth));
           x.multiply(weights[i].x, weights[i].y, y[j]);
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
-          const uint2 of_tile = take_weights(i);
-          const HistoryOperand<Staged> x(staged(history_at(i)) + (slice + j) * kSliceWidth);
+          const uint2 of_tile = of_query.weights_of(shared, k, i);
+          const HistoryOperand<Staged> x(staged(run_at(i)) + (slice + j) * kSliceWidth);
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
         state[j] = State(source, j);
@@ -1265,9 +1388,9 @@ struct ReadCta {
         }
       }
       source.advance(kAtOnce);
-      const float value = fmaf(u, own_x, __fmul_rn(sum_over_quad(y, t), since));
+      const float value = fmaf(of_token.y, own_x, __fmul_rn(sum_over_quad(y, t), of_token.x));
       if (stores) store_scalar(out, kDtypeOf<Staged>, 0, value);
-      history_x[0] += 2 * kAtOnce * kSliceWidth, history_x[1] += 2 * kAtOnce * kSliceWidth;
+      run_x[0] += 2 * kAtOnce * kSliceWidth, run_x[1] += 2 * kAtOnce * kSliceWidth;
       new_x += kAtOnce * kSliceWidth, out += kAtOnce * kSliceWidth;
     }
   }
@@ -1277,7 +1400,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Head& head, bool last) const {
     constexpr int kTokens = 8;
     Staged* const head_out = head.out;
-    const int tiles = (history + 15) / 16;
+    const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
     const char* const scales =
         shared + places.chunk + params.state_bytes - 16;  // of the head, and before it of columns
@@ -1293,81 +1416,58 @@ struct ReadCta {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
+        if (i < tiles) weights[i] = split_weights(weights_of_run(k, own, i, terms));
       }
-      float factor[2], since[2], own_u[2];
+      float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int s = min(first + 2 * t + i, T - 1);
-        factor[i] = scale * floats(layout.query_scale)[s];
-        since[i] = terms[s];
-        own_u[i] = terms[layout.tokens + s * layout.tokens + s];
+        factor[i] = __fmul_rn(scale * floats(layout.query_scale)[s], terms[s]);
       }
-      const float* const u = terms + layout.tokens + own;
-      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
-      const uint4 weights_before =
-          split_weights(make_float4(before(2 * t), before(2 * t + 1), before(2 * t + 8), before(2 * t + 9)));
       auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[4]) {
         x.multiply(weight.y, weight.w, sum);
         x.multiply(weight.x, weight.z, sum);
       };
-      int history_x[2] = {places.history_x[0], places.history_x[1]}, tokens_x = new_tokens_at();
+      int run_x[2] = {places.run_x[0], places.run_x[1]};
       Staged* out = head_out + own * args.out.stride[0];
       typename State::Source source(shared + places.chunk, problem.geometry.head_dim, first_slice, lane);
 
 #pragma unroll 1
       for (int slice = 0; slice < own_slices; ++slice) {
-        float value[4] = {}, sum[2][4] = {}, of_new[4] = {};
+        float value[4] = {}, sum[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], value);
+          if (i < tiles) add(HistoryOperand<Staged>(staged(run_x[i])), weights[i], value);
         }
 #pragma unroll 1
         for (int i = 2; i < tiles; ++i) {
-          add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
-              value);
+          add(HistoryOperand<Staged>(staged(run_at(i)) + slice * kSliceWidth),
+              split_weights(weights_of_run(k, own, i, terms)), value);
         }
-        uint32_t x[4];
-        load_transposed(x, staged(tokens_x));
-        add(HistoryOperand<Staged>(x), weights_before, of_new);
-        const uint32_t own_x[2] = {first == 0 ? x[0] : x[2], first == 0 ? x[1] : x[3]};
-        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
-        // these are added apart.
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) finite = finite && isfinite(of_new[i]);
-        finite = __all_sync(~0u, finite);
-        if (!finite) {
+        for (int i = 0; i < 4; ++i) finite = finite && isfinite(value[i]);
+        if (!__all_sync(~0u, finite)) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = finite_of<Staged>(x[i]), of_new[i] = 0.0f;
-          add(HistoryOperand<Staged>(x), weights_before, of_new);
+          for (int i = 0; i < 4; ++i) value[i] = 0.0f;
 #pragma unroll 1
-          for (int r = 0; r < T; ++r) {
-            const Staged* const token =
-                staged(new_x_at()) + r * layout.x_stride + (first_slice + slice) * kSliceWidth + g;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int s = min(first + 2 * t + i % 2, T - 1);
-              const float left_out = static_cast<float>(token[i / 2 * 8]);
-              if (r >= s || isfinite(left_out)) continue;
-              of_new[i] = fmaf(terms[layout.tokens + r * layout.tokens + s], left_out, of_new[i]);
-            }
+          for (int i = 0; i < tiles; ++i) {
+            uint32_t x[4];
+            load_transposed(x, staged(run_at(i)) + slice * kSliceWidth);
+            leave_out(i, x);
+            add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), value);
           }
+          add_left_out(terms, min(first + 2 * t, T - 1), min(first + 2 * t + 1, T - 1),
+                       (first_slice + slice) * kSliceWidth + g, value);
         }
         const State codes(source);
         if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
         multiply_scaled(codes, typename State::Factors(codes), query, sum);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float both = fmaf(codes.scaled_sum(sum, i), factor[i % 2], value[i]);
-          value[i] = __fadd_rn(__fmul_rn(both, since[i % 2]), of_new[i]);
-        }
         uint32_t stored[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float2 pair = unpack_pair<Staged>(own_x[i]);
-          stored[i] = transpose_pairs(
-              pack_pair<Staged>(fmaf(own_u[0], pair.x, value[2 * i]), fmaf(own_u[1], pair.y, value[2 * i + 1])));
+          auto output = [&](int j) { return fmaf(codes.scaled_sum(sum, j), factor[j % 2], value[j]); };
+          stored[i] = transpose_pairs(pack_pair<Staged>(output(2 * i), output(2 * i + 1)));
         }
         if (first + g < T) {
 #pragma unroll
@@ -1381,7 +1481,7 @@ struct ReadCta {
           }
         }
         source.advance();
-        history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
+        run_x[0] += 2 * kSliceWidth, run_x[1] += 2 * kSliceWidth;
         out += kSliceWidth;
       }
     }
@@ -1391,7 +1491,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
                                              Slices& slices) const {
     constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
-    const int tiles = (history + 15) / 16;
+    const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
     const float decay = kFolds ? 1.0f : floats(layout.decay)[k];
     const typename State::Places of_state(lane);
@@ -1409,16 +1509,9 @@ struct ReadCta {
       }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = split_weights(weights_of(k, own, i));
+      if (i < tiles) weights[i] = split_weights(weights_of_run(k, own, i, terms));
     }
-    const float factor = decay * floats(layout.query_scale)[own], since = terms[own];
-    const float* const u = terms + layout.tokens + own;
-    const float own_u = u[own * layout.tokens];
-    uint4 weights_before = {};  // of new tokens before it
-    if (!kSingle) {
-      auto before = [&](int r) { return r < own ? u[r * layout.tokens] : 0.0f; };
-      weights_before = split_weights(make_float4(before(2 * t), before(2 * t + 1), 0.0f, 0.0f));
-    }
+    const float factor = __fmul_rn(decay * floats(layout.query_scale)[own], terms[own]);
     auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
 #pragma unroll
       for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
@@ -1428,72 +1521,52 @@ struct ReadCta {
                                         x.part[part][2 * half + 1]);
         }
     };
-    auto sum_of = [](const float (&sum)[2][4], int i) { return __fadd_rn(sum[i / 2][i % 2], sum[i / 2][2 + i % 2]); };
-
-    int history_x[2] = {places.history_x[0], places.history_x[1]};
-    int tokens_x = kSingle ? 0 : new_tokens_at();
-    const Staged *new_x = staged(places.out_x), *own_x = new_x + own * layout.x_stride;
+    int run_x[2] = {places.run_x[0], places.run_x[1]};
     Staged* out = head_out + own * args.out.stride[0];
 
 #pragma unroll 1
     for (int slice = 0; slice < slices.own; ++slice) {
       const State state = take_slice(slices, of_state);
-      float past[2][4] = {};
+      float of_run[2][4] = {}, value[kRows];
       typename State::Sums sum = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < tiles) add(HistoryOperand<Staged>(staged(history_x[i])), weights[i], past);
+        if (i < tiles) add(HistoryOperand<Staged>(staged(run_x[i])), weights[i], of_run);
       }
 #pragma unroll 1
       for (int i = 2; i < tiles; ++i) {
-        add(HistoryOperand<Staged>(staged(history_at(i)) + slice * kSliceWidth), split_weights(weights_of(k, own, i)),
-            past);
+        add(HistoryOperand<Staged>(staged(run_at(i)) + slice * kSliceWidth),
+            split_weights(weights_of_run(k, own, i, terms)), of_run);
       }
+      auto take_values = [&] {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) value[i] = __fadd_rn(of_run[i / 2][i % 2], of_run[i / 2][2 + i % 2]);
+      };
 #pragma unroll
       for (int part = kQueryParts - 1; part >= 0; --part) {
         state.multiply([&](int i) { return query[part][i]; }, sum);
       }
-      float value[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        value[i] = __fmul_rn(fmaf(State::value(sum, i), factor, sum_of(past, i)), since);
-      }
+      take_values();
       if (!kSingle && T > 1) {
-        // Zero times x that is not finite would reach tokens before it: then the product is formed without such x, and
-        // these are added apart.
-        float before[2][4] = {};
-        uint32_t x[4];
-        load_transposed(x, staged(tokens_x));
-        add(HistoryOperand<Staged>(x), weights_before, before);
         bool finite = true;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(sum_of(before, i));
-        finite = __all_sync(~0u, finite);
-        if (!finite) {
+        for (int i = 0; i < kRows; ++i) finite = finite && isfinite(value[i]);
+        if (!__all_sync(~0u, finite)) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[i] = finite_of<Staged>(x[i]);
-            before[i / 2][i % 2] = before[i / 2][i % 2 + 2] = 0.0f;
-          }
-          add(HistoryOperand<Staged>(x), weights_before, before);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          if (own > 0) value[i] = __fadd_rn(value[i], sum_of(before, i));
-        }
+          for (int i = 0; i < 8; ++i) of_run[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
-        for (int r = 0; !finite && r < own; ++r) {
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            const float left_out = static_cast<float>(new_x[r * layout.x_stride + i / 2 * 8 + i % 2]);
-            if (!isfinite(left_out)) value[i] = fmaf(u[r * layout.tokens], left_out, value[i]);
+          for (int i = 0; i < tiles; ++i) {
+            uint32_t x[4];
+            load_transposed(x, staged(run_at(i)) + slice * kSliceWidth);
+            leave_out(i, x);
+            add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), of_run);
           }
+          take_values();
+          add_left_out(terms, own, own, (first_slice + slice) * kSliceWidth + 2 * t, value);
         }
       }
-      const float2 upper = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x)),
-                   lower = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(own_x + 8));
-      value[0] = fmaf(own_u, upper.x, value[0]), value[1] = fmaf(own_u, upper.y, value[1]);
-      value[2] = fmaf(own_u, lower.x, value[2]), value[3] = fmaf(own_u, lower.y, value[3]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) value[i] = fmaf(State::value(sum, i), factor, value[i]);
       if (g < T) {
         if (params.paired) {
           *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
@@ -1503,8 +1576,8 @@ struct ReadCta {
           for (int i = 0; i < kRows; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
         }
       }
-      history_x[0] += 2 * kSliceWidth, history_x[1] += 2 * kSliceWidth, tokens_x += 2 * kSliceWidth;
-      new_x += kSliceWidth, own_x += kSliceWidth, out += kSliceWidth;
+      run_x[0] += 2 * kSliceWidth, run_x[1] += 2 * kSliceWidth;
+      out += kSliceWidth;
     }
   }
 
@@ -1513,7 +1586,7 @@ struct ReadCta {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
-    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
+    if (kFolds ? tid == 0 : warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), kFolds ? 1 + kThreads : 1);
     finish_stores_before_blocks();
     if (kFolds) {
       synchronise();  // all threads arrive at fold_barrier()
@@ -1543,7 +1616,8 @@ struct ReadCta {
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
-      request_tokens(Head(*this, 0).new_x, staged(new_x_at()) + (kSingle ? 0 : x_row) * layout.x_stride + x_column);
+      Staged* const target = staged(x_at()) + x_row * layout.x_stride + x_column;  // there is no history
+      request_x(Head(*this, 0), target, target);
     }
     close_group();
   }
@@ -1589,9 +1663,7 @@ struct ReadCta {
   __device__ __forceinline__ void run() const {
     if (!kFolds) begin();
     Head head(*this, team);
-    const Places places(*this);
-    QueryPlaces of_query;
-    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
+    Places places(*this);
     Slices slices;
     if constexpr (kPlain) {
       slices = Slices(*this, head);
@@ -1599,6 +1671,9 @@ struct ReadCta {
     }
     if (team < heads) request_head(head, places);
     close_group();
+    places.find_inputs(*this);
+    QueryPlaces of_query;
+    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
     if constexpr (!kFolds) {
       prepare(load_tokens());
     } else if (team_bits > 0 && !kKeeps) {

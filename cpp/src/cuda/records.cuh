@@ -38,13 +38,24 @@ struct ScanParams {
   replayssm_scan_args args;
   int32_t num_slots;
   bool flushed;  // step: the rows flagged FLUSH were folded by the flush op
+  bool append;   // step: x and B of new tokens come as tensors; else they are in the rings already
   bool x_aligned, b_aligned, c_aligned;
 };
 
 inline ScanParams make_scan_params(const Problem& problem, const replayssm_layer& layer, const replayssm_table& table,
                                    const void* plan, const replayssm_scan_args& args, bool flushed) {
-  return {problem,         layer,   table.error,        plan_rows(plan),    args,
-          table.num_slots, flushed, is_aligned(args.x), is_aligned(args.B), is_aligned(args.C)};
+  const bool append = args.x.data != nullptr;
+  return {problem,
+          layer,
+          table.error,
+          plan_rows(plan),
+          args,
+          table.num_slots,
+          flushed,
+          append,
+          !append || is_aligned(args.x),
+          !append || is_aligned(args.B),
+          is_aligned(args.C)};
 }
 
 // The head_dim to pick a tuned kernel by, 0: the generic kernel. It does the same arithmetic in the same order, so that
@@ -99,6 +110,26 @@ struct HeadSlot {
     b_ring = section_of(layer.b_ring, slot) + group * (problem.ring_rows * g.state_dim * activation);
     delta_ring = reinterpret_cast<float*>(section_of(layer.delta_ring, slot)) + first_record;
   }
+};
+
+// Where a row's new tokens lie, x of a head or B of a group: in the tensor that brings them or, if there is none, in
+// the ring, of which token `wrap` lies in row 0. Indices and strides in elements.
+struct NewRecords {
+  const void* data;
+  int64_t first, stride;  // of token 0, from token to token
+  int wrap, ring_rows;
+
+  // index: of the head or group in the tensor. ring: its records in the row's slot, ring_stride apart.
+  __device__ NewRecords(const replayssm_tensor& tensor, const replayssm_plan_row& row, int index, const void* ring,
+                        int ring_stride, int rows)
+      : data(tensor.data ? tensor.data : ring),
+        first(tensor.data ? row.first_token * tensor.stride[0] + index * tensor.stride[1]
+                          : static_cast<int64_t>(row.ring_row) * ring_stride),
+        stride(tensor.data ? tensor.stride[0] : ring_stride),
+        wrap(tensor.data ? INT32_MAX : rows - row.ring_row),
+        ring_rows(rows) {}
+
+  __device__ int64_t at(int token) const { return first + (token - (token >= wrap ? ring_rows : 0)) * stride; }
 };
 
 // exponent[j * stride] = e(j, count) for the log decays of `count` records, oldest first; returns exp(e(0, count)).

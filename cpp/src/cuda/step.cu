@@ -8,8 +8,8 @@
 //     y_s = exp(e(0,h+s)) S C_s + sum_{j<=h+s} W[j,s] x_j + D x_s,      W[j,s] = delta_j exp(e(j,h+s)) (B_j . C_s)
 //
 // One CTA of 128 threads owns a (row, head):
-//  1. Records and new tokens go to shared memory in float32, step sizes discretised; new tokens come from the inputs,
-//     never from the ring, and are appended to the ring on the way.
+//  1. Records and new tokens go to shared memory in float32, step sizes discretised. New tokens that come as tensors
+//     are read there, never in the ring, and are appended to it on the way.
 //  2. Thread s sums the exponents e(., h+s) backwards from token h+s. Then groups of 8 lanes make W, a group a record.
 //  3. The head is walked in blocks of 32 rows: every thread asks for its part of S, kRows rows by N/8 columns, 16 bytes
 //     a load (16-bit formats stay packed until they are used).
@@ -263,8 +263,8 @@ __global__ __launch_bounds__(kThreads,
   const int state_group = head / heads_per_group;
   const int oldest = ring_position(row.ring_row, -h, problem.ring_rows);
   const int x_chunks = P / 8, n_chunks = N / 8;
-  const int64_t x_start = row.first_token * args.x.stride[0] + head * args.x.stride[1];
-  const int64_t b_start = row.first_token * args.B.stride[0] + state_group * args.B.stride[1];
+  const NewRecords new_x(args.x, row, head, slot.x_ring, slot.x_stride, problem.ring_rows);
+  const NewRecords new_b(args.B, row, state_group, slot.b_ring, N, problem.ring_rows);
   const int64_t c_start = row.first_token * args.C.stride[0] + state_group * args.C.stride[1];
 #pragma unroll 1
   for (int item = tid; item < (h + T) * x_chunks; item += kThreads) {
@@ -274,7 +274,7 @@ __global__ __launch_bounds__(kThreads,
       stage_chunk(target, slot.x_ring, dtype, ring_position(oldest, j, problem.ring_rows) * slot.x_stride + column,
                   true);
     } else {
-      stage_chunk(target, args.x.data, dtype, x_start + (j - h) * args.x.stride[0] + column, params.x_aligned);
+      stage_chunk(target, new_x.data, dtype, new_x.at(j - h) + column, params.x_aligned);
     }
   }
 #pragma unroll 1
@@ -284,7 +284,7 @@ __global__ __launch_bounds__(kThreads,
     if (j < h) {
       stage_chunk(target, slot.b_ring, dtype, ring_position(oldest, j, problem.ring_rows) * N + column, true);
     } else {
-      stage_chunk(target, args.B.data, dtype, b_start + (j - h) * args.B.stride[0] + column, params.b_aligned);
+      stage_chunk(target, new_b.data, dtype, new_b.at(j - h) + column, params.b_aligned);
     }
   }
   // Step sizes: raw bits before C is converted, so that their loads overlap too.
@@ -316,12 +316,12 @@ __global__ __launch_bounds__(kThreads,
   __syncthreads();
 
 #pragma unroll 1
-  for (int item = tid; item < T * x_chunks; item += kThreads) {
+  for (int item = tid; params.append && item < T * x_chunks; item += kThreads) {
     const int s = item / x_chunks, column = item % x_chunks * 8;
     append_chunk(slot.x_ring, dtype, ring_position(row.ring_row, s, problem.ring_rows) * slot.x_stride + column,
                  x + (h + s) * layout.x_stride + column);
   }
-  if (head % heads_per_group == 0) {
+  if (params.append && head % heads_per_group == 0) {
 #pragma unroll 1
     for (int item = tid; item < T * n_chunks; item += kThreads) {
       const int s = item / n_chunks, column = item % n_chunks * 8;

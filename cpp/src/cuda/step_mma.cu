@@ -11,14 +11,17 @@
 //
 // The unit of work is a slice, 16 rows of one head; a job is some heads of one group of one row. Two CTAs an SM go from
 // job to job, so that state comes without a pause, and their warps hand each other buffers (pipeline.cuh):
-//  1. One copies: job after job, slice after slice, the state and its records of x into a ring of stages.
+//  1. One copies: job after job, slice after slice, the state and its records of x into a ring of stages. x and B of
+//     the new tokens come from the rings, too, if conv_step has stored them there; else from tensors, and are appended.
 //  2. One prepares products: it stages B and C of the job's group and forms B^T C. One prepares weights: v, d, u and f
 //     of the job's heads. Both are a job or more ahead of the slices.
 //  3. The others consume: each takes every n-th stage.
 // A job that flushes takes longer, so these come first in the order and are dealt out evenly; a CTA takes them in turns
 // with others. The CTAs share the first seven eighths of the jobs; the rest goes two by two to CTAs that begin when one
-// of these has ended, for SMs are not equally fast. Where jobs are single heads they are not dealt (kDealt = false):
-// all are shared, in the order of the rows, for a late start and looking the order up would cost more.
+// of these has ended, for SMs are not equally fast. Small batches have jobs of single heads, which are not dealt: all
+// are shared, in the order of the rows, for a late start and looking the order up would cost more. There the latency of
+// preparation is the limit. So a third warp prepares, with the weights of the history; a job's inputs are requested
+// before the job ahead of it is prepared; and rows of one token have code without loops over tokens.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -85,29 +88,42 @@ struct JobLayout {
         bytes(round_up(token_decay + heads * g_stride * 4, 16)) {}
 };
 
-// Of a stage: a slice of the state at 0, and x [history_rows + tokens][16] of its rows.
+// Of a stage: a slice of the state at 0, and x [tokens + window][16] of its rows, records in the order of a job's.
 struct StageLayout {
-  int history_rows, x, bytes;
+  int x, bytes;
 
   StageLayout() = default;
   __host__ __device__ constexpr StageLayout(int window, int tokens, int state_bytes)
-      : history_rows(round_up(window, 8)),
-        x(state_bytes),
-        bytes(round_up(x + (history_rows + tokens) * kSliceWidth * 2, 128)) {}
+      : x(state_bytes), bytes(round_up(x + (tokens + round_up(window, 8)) * kSliceWidth * 2, 128)) {}
 };
+
+// n / d for n and d below 1024, where a division would keep all warps waiting.
+constexpr int inverse_of(int d) { return ((1 << 20) + d - 1) / d; }
+__device__ inline int quotient(int n, int inverse) { return n * inverse >> 20; }
+
+// Where a job's heads are: chunk by chunk, group by group, row by row.
+struct Place {
+  int row, group, chunk;
+};
+
+// What a launch's jobs are: several heads, dealt out; single heads; single heads of rows with one token.
+enum class Jobs { kDealt, kSingleHeads, kSingleTokens };
 
 struct MmaParams {
   ScanParams scan;
   int heads_per_group, slices;  // slices a head
   int heads, chunks;            // heads a job, jobs a group
   const replayssm_plan_header* header;
-  const int32_t* row_order;            // the plan's
-  int num_jobs, jobs_per_row;          // by row (in that order if they are dealt), group, chunk
-  int resident, shared_jobs;           // CTAs that share jobs evenly, and these jobs
-  int jobs_each, more_jobs;            // not dealt: jobs of each CTA, CTAs with one more; spares them a division
+  const int32_t* row_order;    // the plan's
+  int num_jobs, jobs_per_row;  // by row (in that order if they are dealt), group, chunk
+  int resident, shared_jobs;   // CTAs that share jobs evenly, and these jobs
+  int jobs_each, more_jobs;    // not dealt: jobs of each CTA, CTAs with one more; spares them a division
+  Place step;                  // from one of its jobs to the next
+  int inverse_chunks, inverse_groups;
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
   int fetches;                         // CTAs that have the L2 fetch states ahead
+  int ahead;                           // jobs whose inputs are requested before the next is prepared: 0 or 1
   JobLayout job;
   StageLayout stage;
   bool flush_only;     // the flush op: no tokens
@@ -248,6 +264,7 @@ struct JobInfo {
   int32_t row, slot, first_token, tokens, h, ring_row, first_head;
   int32_t first_record;  // of ring row 0, in [G,R,H/G]
   int32_t items;         // 0: nothing to do
+  int32_t b_append;      // the group whose B is appended; -1: none
   bool fold, stored_before;
 };
 
@@ -256,6 +273,9 @@ struct Job {
   replayssm_plan_row plan;
 
   Job() = default;
+  // A single head.
+  __device__ Job(const MmaParams& params, const Place& place)
+      : row(place.row), group(place.group), chunk(place.chunk), plan(params.scan.planned[row]) {}
   __device__ Job(const MmaParams& params, int index, int row)
       : row(row),
         group(index / params.chunks % params.scan.problem.geometry.num_groups),
@@ -293,8 +313,10 @@ struct Job {
 };
 
 // A CTA's shared memory and jobs.
-template <typename Stored, typename Staged, bool kDealt>
+template <typename Stored, typename Staged, Jobs kJobs>
 struct Cta {
+  static constexpr bool kDealt = kJobs == Jobs::kDealt;
+  static constexpr bool kOneToken = kJobs == Jobs::kSingleTokens;
   using State = Slice<Stored>;
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kAsBlocks = kDealt;
@@ -303,6 +325,9 @@ struct Cta {
 #endif
   static constexpr int N = kMaxStateDim;
   static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
+  static constexpr int kRowsAtOnce = 32 / kParts;
+  static constexpr int kPreparing = kDealt ? 2 : 3;           // warps that prepare
+  static constexpr int kPasses = kDealt ? kMaxHeads / 2 : 1;  // of two heads each; single heads: of one
 
   const MmaParams& params;
   const JobLayout& layout;
@@ -312,6 +337,7 @@ struct Cta {
   Barrier *full, *empty;                           // of each stage
   int lane;
   int first_job, job_step, jobs, flushing_jobs;
+  Place first_place;
 
   __device__ Cta(const MmaParams& params, char* shared)
       : params(params),
@@ -327,14 +353,17 @@ struct Cta {
         empty(full + kMaxStages),
         lane(threadIdx.x % 32) {}
 
-  // Once the plan may be read.
+  // Single heads: before the plan may be read.
+  __device__ void find_heads() {
+    const int block = blockIdx.x, groups = quotient(block, params.inverse_chunks);
+    jobs = params.jobs_each + (block < params.more_jobs ? 1 : 0);
+    first_place.row = quotient(groups, params.inverse_groups);
+    first_place.group = groups - first_place.row * params.scan.problem.geometry.num_groups;
+    first_place.chunk = block - groups * params.chunks;
+  }
+  // Others: once it may be.
   __device__ void find_jobs() {
     const int block = blockIdx.x;
-    if constexpr (!kDealt) {
-      first_job = block, job_step = params.resident;
-      jobs = params.jobs_each + (block < params.more_jobs ? 1 : 0);
-      return;
-    }
     const bool shares = block < params.resident;
     first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
     job_step = shares ? params.resident : 1;
@@ -355,7 +384,7 @@ struct Cta {
         next = Job(cta.params, index, row);
         look_up();
       } else {
-        index = cta.first_job;
+        place = cta.first_place;
       }
     }
     __device__ Job take() {
@@ -365,8 +394,11 @@ struct Cta {
         look_up();
         return job;
       } else {
-        const Job job(cta.params, index, index / cta.params.chunks / cta.params.scan.problem.geometry.num_groups);
-        index += cta.job_step;
+        const Job job(cta.params, place);
+        place.row += cta.params.step.row, place.group += cta.params.step.group, place.chunk += cta.params.step.chunk;
+        if (place.chunk >= cta.params.chunks) place.chunk -= cta.params.chunks, ++place.group;
+        const int groups = cta.params.scan.problem.geometry.num_groups;
+        if (place.group >= groups) place.group -= groups, ++place.row;
         return job;
       }
     }
@@ -374,8 +406,9 @@ struct Cta {
    private:
     const Cta& cta;
     int flushed = 0, others = 0, share;
-    int index, row;  // of the job after the next; past the end, of some job. Not dealt: of the next
+    int index, row;  // of the job after the next; past the end, of some job
     Job next;
+    Place place;  // not dealt: of the next
 
     __device__ void look_up() {
       share += cta.flushing_jobs;
@@ -396,7 +429,7 @@ struct Cta {
     };
     init(known, params.job_buffers, 1);
     init(multiplied, params.job_buffers, 1);
-    init(ready, params.job_buffers, 1);
+    init(ready, params.job_buffers, kPreparing - 1);
     init(released, params.job_buffers, params.consumers);
     init(full, params.stages, 33);
     init(empty, params.stages, 1);
@@ -412,12 +445,19 @@ struct Cta {
     return *reinterpret_cast<JobInfo*>(job_buffers + buffer * layout.bytes);
   }
 
+  // T of a row with so many tokens.
+  __device__ static int tokens_of(int count) { return kOneToken ? 1 : count; }
+  // The ring row of a job's record: of its new tokens, then of its history, newest first.
+  __device__ int ring_row_of(const Job& job, int record, int T) const {
+    return ring_position(job.plan.ring_row, record < T ? record : T - 1 - record, params.scan.problem.ring_rows);
+  }
+
   // ---- the producer: slices of the state and their records of x, in the order of the jobs ----
   __device__ void produce() const {
     const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
-    const int P = problem.geometry.head_dim, R = problem.ring_rows;
-    const int half_slice = lane % 2 * 8;
+    const int P = problem.geometry.head_dim, record_stride = params.heads_per_group * P;
+    const int half_slice = lane % 2 * 8, record = lane / 2;  // and every 16th from there on
     int stage = 0;
     uint32_t phase = 0;
     Walk walk(*this);
@@ -425,43 +465,48 @@ struct Cta {
     for (int n = 0; n < jobs; ++n) {
       const Job job = walk.take();
       if (!job.is_live(params, false)) continue;
-      const int T = job.tokens(params), h = job.records(params), first_head = job.first_head(params);
-      const bool stored_before = job.stored_before(params), moves_token = lane < 2 * T;
+      const int T = tokens_of(job.tokens(params)), first_head = job.first_head(params);
+      const int present = T + job.records(params), staged = T + round_up(job.records(params), 8);
+      const bool stored_before = job.stored_before(params);
       const Stored* checkpoint =
           reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.plan.slot)) +
           static_cast<int64_t>(first_head) * P * N;
       const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.plan.slot)) +
                            job.first_record(params) * P + half_slice;
-      const Staged* x_in = static_cast<const Staged*>(args.x.data) +
-                           (static_cast<int64_t>(job.plan.first_token) + lane / 2) * args.x.stride[0] +
-                           first_head * args.x.stride[1] + half_slice;
-      const int heads = job.heads(params), rows = round_up(h, 8);
-      auto offset_of = [&](int record) {
-        int position = job.plan.ring_row - 1 - record;
-        if (position < 0) position += R;
-        return record < h ? position * params.heads_per_group * P : 0;
-      };
-      const int offset = offset_of(lane / 2), offset_16 = offset_of(lane / 2 + 16);
+      auto offset_of = [&](int i) { return i < present ? ring_row_of(job, i, T) * record_stride : 0; };
+      const int offset_16 = offset_of(record + 16);
+      const Staged* own = ring + offset_of(record);
+      int64_t own_head_stride = P;
+      const bool from_tensor = record < T && params.scan.append, slowly = from_tensor && !params.scan.x_aligned;
+      if (from_tensor) {
+        own = static_cast<const Staged*>(args.x.data) +
+              (static_cast<int64_t>(job.plan.first_token) + record) * args.x.stride[0] + first_head * args.x.stride[1] +
+              half_slice;
+        own_head_stride = args.x.stride[1];
+      }
+      const int heads = job.heads(params);
 #pragma unroll 1
-      for (int head = 0; head < heads; ++head, ring += P, x_in += args.x.stride[1]) {
+      for (int head = 0; head < heads; ++head, ring += P, own += own_head_stride) {
 #pragma unroll 1
         for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
           await(empty + stage, phase ^ 1);
           char* const target = stages + stage * stage_layout.bytes;
           if (stored_before) State{target, lane}.request(checkpoint, full + stage);
-          Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + lane / 2 * kSliceWidth + half_slice;
-          const Staged* const source = ring + slice * kSliceWidth;
-          if (lane / 2 < rows) request_16_bytes(x, source + offset, lane / 2 < h);
-          if (rows > 16) {
-            if (lane / 2 + 16 < rows) request_16_bytes(x + 16 * kSliceWidth, source + offset_16, lane / 2 + 16 < h);
-#pragma unroll 1
-            for (int i = 32 + lane / 2; i < rows; i += 16) {
-              request_16_bytes(x + (i - lane / 2) * kSliceWidth, source + offset_of(i), i < h);
-            }
+          Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + record * kSliceWidth + half_slice;
+          if (slowly) {
+            request_input(x, own + slice * kSliceWidth, false);
+          } else if (record < staged) {
+            request_16_bytes(x, own + slice * kSliceWidth, record < present);
           }
-          if (moves_token) {
-            request_input(x + stage_layout.history_rows * kSliceWidth, x_in + slice * kSliceWidth,
-                          params.scan.x_aligned);
+          if (staged > 16) {
+            const Staged* const source = ring + slice * kSliceWidth;
+            if (record + 16 < staged) {
+              request_16_bytes(x + 16 * kSliceWidth, source + offset_16, record + 16 < present);
+            }
+#pragma unroll 1
+            for (int i = record + 32; i < staged; i += 16) {
+              request_16_bytes(x + (i - record) * kSliceWidth, source + offset_of(i), i < present);
+            }
           }
           arrive_with_requests(full + stage);
           __syncwarp();
@@ -472,64 +517,73 @@ struct Cta {
     }
   }
 
-  // ---- preparation: everything of a job but state and x; one warp has the products, one the weights ----
-  template <typename F>
-  __device__ void prepare(bool reporter, F&& of_job) const {
-    int buffer = 0;
-    uint32_t phase = 0;
+  // ---- preparation: everything of a job but state and x; one warp has the products, one or two the weights ----
+
+  // Calls request(job, live, buffer) and finish(buffer, phase, newest) for every job. With enough buffers a job's
+  // inputs are requested before the job ahead of it is finished; newest: it is the last that was requested.
+  template <typename Request, typename Finish>
+  __device__ void prepare(bool reporter, Request&& request, Finish&& finish) const {
+    const int ahead = kDealt ? 0 : params.ahead;
+    int buffer = 0, finished = 0;
+    uint32_t phase = 0, finished_phase = 0;
     Walk walk(*this);
 #pragma unroll 1
-    for (int n = 0; n < jobs; ++n) {
-      const Job job = walk.take();
-      const bool live = job.is_live(params, reporter && lane == 0);
-      await(released + buffer, phase ^ 1);
+    for (int n = 0; n < jobs + ahead; ++n) {
+      if (n < jobs) {
+        const Job job = walk.take();
+        const bool live = job.is_live(params, reporter && lane == 0);
+        await(released + buffer, phase ^ 1);
+        __syncwarp();
+        request(job, live, buffer);
+        if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
+      }
+      close_group();
+      if (n < ahead) continue;
+      if (ahead) {
+        await_groups<1>();
+      } else {
+        await_groups<0>();
+      }
       __syncwarp();
-      of_job(job, live, buffer, phase);
-      if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
+      finish(finished, finished_phase, !ahead || n >= jobs);
+      if (++finished == params.job_buffers) finished = 0, finished_phase ^= 1;
     }
   }
 
-  __device__ void prepare_products(const Job& job, bool live, int buffer, uint32_t phase) const {
+  __device__ void request_products(const Job& job, bool live, int buffer) const {
     if (!live) {
       if (lane == 0) info(buffer).items = 0;
-      if (lane == 0) arrive(multiplied + buffer);
-      await(ready + buffer, phase);
-      if (lane == 0) arrive(known + buffer);
       return;
     }
-    const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
-    const int R = problem.ring_rows;
-    const int T = job.tokens(params), h = job.records(params);
-    const bool fold = (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed;
-    const int history = fold ? 0 : h;
-    const int g = lane / 4, t = lane % 4;
-    Staged* const new_B = staged(buffer, layout.b);
-    Staged* const B = new_B + T * kStride;
-    Staged* const C = staged(buffer, layout.c);
-    float* const query = floats(buffer, layout.query);
-    float* const products = floats(buffer, layout.g);
-    const int64_t first_token = job.plan.first_token;
-    Staged* const b_ring =
-        reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) + job.group * R * N;
+    const int T = tokens_of(job.tokens(params)), h = job.records(params);
     const int part_row = lane / kParts, part_column = lane % kParts * 8;
-    constexpr int kRowsAtOnce = 32 / kParts;
+    const int64_t first_token = job.plan.first_token;
+    Staged* const B = staged(buffer, layout.b) + part_column;
+    Staged* const C = staged(buffer, layout.c) + part_column;
+    const Staged* const b_ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) +
+                                 job.group * params.scan.problem.ring_rows * N + part_column;
 #pragma unroll 1
     for (int i = part_row; i < T; i += kRowsAtOnce) {
-      request_input(C + i * kStride + part_column,
+      request_input(C + i * kStride,
                     static_cast<const Staged*>(args.C.data) + (first_token + i) * args.C.stride[0] +
                         job.group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
-      request_input(new_B + i * kStride + part_column,
-                    static_cast<const Staged*>(args.B.data) + (first_token + i) * args.B.stride[0] +
-                        job.group * args.B.stride[1] + part_column,
-                    params.scan.b_aligned);
+    }
+    int first = part_row;
+    if (params.scan.append) {
+#pragma unroll 1
+      for (; first < T; first += kRowsAtOnce) {
+        request_input(B + first * kStride,
+                      static_cast<const Staged*>(args.B.data) + (first_token + first) * args.B.stride[0] +
+                          job.group * args.B.stride[1] + part_column,
+                      params.scan.b_aligned);
+      }
     }
 #pragma unroll 4
-    for (int i = part_row; i < round_up(h, 8); i += kRowsAtOnce) {
-      int position = job.plan.ring_row - 1 - i;
-      if (position < 0) position += R;
-      request_16_bytes(B + i * kStride + part_column, b_ring + (i < h ? position : 0) * N + part_column, i < h);
+    for (int i = first; i < T + round_up(h, 8); i += kRowsAtOnce) {
+      const bool exists = i < T + h;
+      request_16_bytes(B + i * kStride, b_ring + (exists ? ring_row_of(job, i, T) : 0) * N, exists);
     }
     if (lane == 0) {
       info(buffer) = JobInfo{job.plan.stream,
@@ -543,27 +597,46 @@ struct Cta {
                              job.first_head(params),
                              job.first_record(params),
                              job.heads(params) * params.slices,
-                             fold,
+                             job.chunk == 0 && params.scan.append ? job.group : -1,
+                             (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed,
                              job.stored_before(params)};
     }
-    await_requests();
-    __syncwarp();
+  }
 
-    // The query in float32; the CTA of the group's first heads appends B to the ring.
+  __device__ void finish_products(int buffer, uint32_t phase) const {
+    const JobInfo job = info(buffer);
+    if (job.items == 0) {
+      if (lane == 0) arrive(multiplied + buffer);
+      await(ready + buffer, phase);
+      if (lane == 0) arrive(known + buffer);
+      return;
+    }
+    const int R = params.scan.problem.ring_rows;
+    const int T = tokens_of(job.tokens), history = job.fold ? 0 : job.h;
+    const int g = lane / 4, t = lane % 4;
+    const int part_row = lane / kParts, part_column = lane % kParts * 8;
+    Staged* const B = staged(buffer, layout.b);
+    Staged* const C = staged(buffer, layout.c);
+    float* const query = floats(buffer, layout.query);
+    float* const products = floats(buffer, layout.g);
+
+    // The query in float32; the CTA of the group's first heads appends B to the ring, if it isn't there.
 #pragma unroll 1
     for (int i = part_row; i < T; i += kRowsAtOnce) {
       float value[8];
       load_shared<8>(C + i * kStride + part_column, value);
       store_vector<8>(query, REPLAYSSM_FP32, i * State::kQueryStride + part_column, true, value);
-      if (job.chunk == 0) {
-        *reinterpret_cast<uint4*>(b_ring + ring_position(job.plan.ring_row, i, R) * N + part_column) =
-            *reinterpret_cast<const uint4*>(new_B + i * kStride + part_column);
+      if (job.b_append >= 0) {
+        Staged* const b_ring =
+            reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.slot)) + job.b_append * R * N;
+        *reinterpret_cast<uint4*>(b_ring + ring_position(job.ring_row, i, R) * N + part_column) =
+            *reinterpret_cast<const uint4*>(B + i * kStride + part_column);
       }
     }
     __syncwarp();
     if (lane == 0) arrive(known + buffer);
 
-    // 3. B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
+    // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
     // zeros up to a multiple of 8 records.
     const int count = T + history, padded_count = T + round_up(history, 8);
 #pragma unroll 1
@@ -571,7 +644,7 @@ struct Cta {
 #pragma unroll 1
       for (int token = 0; token < T; token += kTile) {
         float sum[2][4] = {};
-        multiply_records(new_B, first, count, C, token, T, g, t, sum);
+        multiply_records(B, first, count, C, token, T, g, t, sum);
         float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -586,80 +659,95 @@ struct Cta {
     if (lane == 0) arrive(multiplied + buffer);
   }
 
-  __device__ void prepare_weights(const Job& job, bool live, int buffer, uint32_t phase) const {
-    if (!live) {
+  // What a lane has of a job's inputs, as it lies in memory: half a warp has a head's tokens, a lane a head's rate.
+  struct WeightInputs {
+    uint32_t dt[kPasses], bias[kPasses], rate, skip;
+    float* delta_ring;
+    int tokens, records, heads, ring_row;  // heads 0: nothing to do
+  };
+
+  template <bool kHistory, bool kTokens>
+  __device__ void request_weights(const Job& job, bool live, int buffer, WeightInputs& inputs) const {
+    inputs = WeightInputs{};
+    if (!live) return;
+    const Problem& problem = params.scan.problem;
+    const replayssm_scan_args& args = params.scan.args;
+    const int T = tokens_of(job.tokens(params)), h = job.records(params), heads = job.heads(params);
+    const int first_head = job.first_head(params), s = lane % 16;
+    const int64_t first_token = job.plan.first_token;
+    float* const delta = floats(buffer, layout.delta);
+    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
+    inputs.tokens = T, inputs.records = h, inputs.heads = heads, inputs.ring_row = job.plan.ring_row;
+    inputs.delta_ring =
+        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + job.first_record(params);
+#pragma unroll 1
+    for (int k = 0; k < (kHistory ? heads : 0); ++k) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        request_4_bytes(delta + k * problem.config.window + i,
+                        inputs.delta_ring + ring_row_of(job, T + i, T) * params.heads_per_group + k);
+      }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int k = 2 * pass + lane / 16;
+      if (!kTokens || k >= heads || s >= T) continue;
+      inputs.dt[pass] = load_bits(args.dt.data, args.dt.dtype,
+                                  (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
+      if (args.dt_bias.data) inputs.bias[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
+    }
+    if (lane < heads) {
+      inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
+      if (kTokens && args.D.data) inputs.skip = load_bits(args.D.data, args.D.dtype, first_head + lane);
+    }
+#pragma unroll 1
+    for (int i = 4 * lane; i < (kTokens ? heads * layout.u_stride : 0); i += 128) {
+      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+
+  template <bool kHistory, bool kTokens>
+  __device__ void finish_weights(const WeightInputs inputs, int buffer, uint32_t phase) const {
+    const int heads = inputs.heads;
+    if (heads == 0) {
       if (lane == 0) arrive(ready + buffer);
       return;
     }
-    const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
-    const int R = problem.ring_rows, window = problem.config.window;
-    const int T = job.tokens(params), h = job.records(params);
-    const int first_head = job.first_head(params), heads = job.heads(params);
+    const int R = params.scan.problem.ring_rows, window = params.scan.problem.config.window;
+    const int T = tokens_of(inputs.tokens), h = inputs.records, s = lane % 16;
     const float* const products = floats(buffer, layout.g);
     float* const delta = floats(buffer, layout.delta);
-    float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
-
-    float* const delta_ring =
-        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + job.first_record(params);
-#pragma unroll 1
-    for (int k = 0; k < heads; ++k) {
-#pragma unroll 1
-      for (int i = lane; i < h; i += 32) {
-        int position = job.plan.ring_row - 1 - i;
-        if (position < 0) position += R;
-        request_4_bytes(delta + k * window + i, delta_ring + position * params.heads_per_group + k);
-      }
-    }
-    // Half a warp has a head's tokens.
-    const int64_t first_token = job.plan.first_token;
-    const int s = lane % 16;
-    uint32_t dt_bits[kMaxHeads / 2] = {}, bias_bits[kMaxHeads / 2] = {};
-#pragma unroll
-    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
-      const int k = 2 * pass + lane / 16;
-      if (k >= heads || s >= T) continue;
-      dt_bits[pass] = load_bits(args.dt.data, args.dt.dtype,
-                                (first_token + s) * args.dt.stride[0] + (first_head + k) * args.dt.stride[1]);
-      if (args.dt_bias.data) bias_bits[pass] = load_bits(args.dt_bias.data, args.dt_bias.dtype, first_head + k);
-    }
-    uint32_t rate_bits = 0, skip_bits = 0;
-    if (lane < heads) {
-      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, first_head + lane);
-      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, first_head + lane);
-    }
-#pragma unroll 1
-    for (int i = 4 * lane; i < heads * layout.u_stride; i += 128) {
-      *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-    const float skip = bits_to_float(skip_bits, args.D.dtype);
-    await_requests();
+    float* const u = floats(buffer, layout.u);
+    const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
+    const float skip = bits_to_float(inputs.skip, args.D.dtype);
     __syncwarp();
 #pragma unroll 1
-    for (int k = 0; k < heads; ++k) {
+    for (int k = 0; k < (kHistory ? heads : 0); ++k) {
       const float decay = weigh_history(delta + k * window, __shfl_sync(~0u, rate, k), h, lane,
                                         floats(buffer, layout.v) + k * layout.v_stride);
       if (lane == 0) floats(buffer, layout.decay)[k] = decay;
     }
 #pragma unroll
-    for (int pass = 0; pass < kMaxHeads / 2; ++pass) {
-      if (2 * pass >= heads) break;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!kTokens || 2 * pass >= heads) break;
       const int k = 2 * pass + lane / 16;
       const bool exists = k < heads && s < T;
       const float A = __shfl_sync(~0u, rate, k), D = __shfl_sync(~0u, skip, k);
-      const float bias = args.dt_bias.data ? bits_to_float(bias_bits[pass], args.dt_bias.dtype) : 0.0f;
+      const float bias = args.dt_bias.data ? bits_to_float(inputs.bias[pass], args.dt_bias.dtype) : 0.0f;
       float step = 0.0f;
       if (exists) {
-        step = discretised_step(bits_to_float(dt_bits[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
-        delta_ring[ring_position(job.plan.ring_row, s, R) * params.heads_per_group + k] = step;
+        step = discretised_step(bits_to_float(inputs.dt[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
+        inputs.delta_ring[ring_position(inputs.ring_row, s, R) * params.heads_per_group + k] = step;
       }
       const float log_decay = __fmul_rn(A, step);
       float sum = log_decay;  // up to this token
+      if (T > 1) {
 #pragma unroll
-      for (int distance = 1; distance < 16; distance *= 2) {
-        const float other = __shfl_up_sync(~0u, sum, distance, 16);
-        if (s >= distance) sum = __fadd_rn(sum, other);
+        for (int distance = 1; distance < 16; distance *= 2) {
+          const float other = __shfl_up_sync(~0u, sum, distance, 16);
+          if (s >= distance) sum = __fadd_rn(sum, other);
+        }
       }
       if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
       if (pass == 0) await(multiplied + buffer, phase);
@@ -678,6 +766,21 @@ struct Cta {
     }
     __syncwarp();
     if (lane == 0) arrive(ready + buffer);
+  }
+
+  template <bool kHistory, bool kTokens>
+  __device__ void prepare_weights() const {
+    WeightInputs last{}, before{};
+    prepare(
+        false,
+        [&](const Job& job, bool live, int buffer) {
+          before = last;
+          request_weights<kHistory, kTokens>(job, live, buffer, last);
+        },
+        [&](int buffer, uint32_t phase, bool newest) {
+          if (newest) before = last;
+          finish_weights<kHistory, kTokens>(before, buffer, phase);
+        });
   }
 
   // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of
@@ -709,10 +812,10 @@ struct Cta {
       await(known + buffer, job_phase);
       const JobInfo job = info(buffer);
       if (item < job.items) {
-        const int T = job.tokens, history = job.fold ? 0 : job.h;
+        const int T = tokens_of(job.tokens), history = job.fold ? 0 : job.h;
         const float* const query = floats(buffer, layout.query);
         const float* const products = floats(buffer, layout.g);
-        int local_head = item / params.slices, slice = item - local_head * params.slices;
+        int local_head = kDealt ? item / params.slices : 0, slice = item - local_head * params.slices;
         Staged* const x_append =
             reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
             (job.first_record + ring_position(job.ring_row, lane / 2, R) * params.heads_per_group) * P + half_slice;
@@ -722,13 +825,13 @@ struct Cta {
 #pragma unroll 1
         for (; item < job.items; item += params.consumers) {
           char* const source = stages + stage * stage_layout.bytes;
-          const Staged* const old_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
-          const Staged* const new_x = old_x + stage_layout.history_rows * kSliceWidth;
+          const Staged* const new_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
+          const Staged* const old_x = new_x + T * kSliceWidth;
           const State state{source, lane};
           const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
           await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
           await(full + stage, phase);
-          if (lane < 2 * T) {
+          if (lane < 2 * T && params.scan.append) {
             *reinterpret_cast<uint4*>(x_append + local_head * P + slice * kSliceWidth) =
                 *reinterpret_cast<const uint4*>(new_x - own_row + lane / 2 * kSliceWidth + half_slice);
           }
@@ -818,7 +921,9 @@ struct Cta {
           stage += params.consumers;
           while (stage >= params.stages) stage -= params.stages, phase ^= 1;
           slice += params.consumers;
-          while (slice >= params.slices) slice -= params.slices, ++local_head;
+          if constexpr (kDealt) {
+            while (slice >= params.slices) slice -= params.slices, ++local_head;
+          }
         }
       }
       item -= job.items;
@@ -845,30 +950,33 @@ __device__ inline void fetch_ahead(const MmaParams& params) {
              static_cast<int>(min(head_bytes, int64_t{kFetched})));
 }
 
-template <typename Stored, typename Staged, bool kDealt>
+template <typename Stored, typename Staged, Jobs kJobs>
 __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
-  Cta<Stored, Staged, kDealt> cta(params, shared);
+  using Warps = Cta<Stored, Staged, kJobs>;
+  constexpr bool kDealt = Warps::kDealt;
+  Warps cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
   if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead<kDealt>(params);
+  if constexpr (!kDealt) cta.find_heads();
   await_previous();
-  cta.find_jobs();
+  if constexpr (kDealt) cta.find_jobs();
   if (warp == 0) {
     cta.produce();
   } else if (warp == 1) {
-    cta.prepare(true, [&](const Job& job, bool live, int buffer, uint32_t phase) {
-      cta.prepare_products(job, live, buffer, phase);
-    });
+    cta.prepare(
+        true, [&](const Job& job, bool live, int buffer) { cta.request_products(job, live, buffer); },
+        [&](int buffer, uint32_t phase, bool) { cta.finish_products(buffer, phase); });
   } else if (warp == 2) {
-    cta.prepare(false, [&](const Job& job, bool live, int buffer, uint32_t phase) {
-      cta.prepare_weights(job, live, buffer, phase);
-    });
-  } else if (warp - 3 < params.consumers) {
-    cta.consume(warp - 3);
+    cta.template prepare_weights<Warps::kPreparing == 2, true>();
+  } else if (Warps::kPreparing == 3 && warp == 3) {
+    cta.template prepare_weights<true, false>();
+  } else if (warp - 1 - Warps::kPreparing < params.consumers) {
+    cta.consume(warp - 1 - Warps::kPreparing);
   }
 }
 
@@ -876,10 +984,16 @@ __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(cons
 
 using MmaKernel = void(MmaParams);
 
-template <typename Stored, bool kDealt>
+template <typename Stored, Jobs kJobs>
 MmaKernel* choose_mma(int activation) {
-  return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16, kDealt>
-                                      : step_mma_kernel<Stored, __half, kDealt>;
+  return activation == REPLAYSSM_BF16 ? step_mma_kernel<Stored, __nv_bfloat16, kJobs>
+                                      : step_mma_kernel<Stored, __half, kJobs>;
+}
+template <typename Stored>
+MmaKernel* choose_mma(int activation, Jobs jobs) {
+  return jobs == Jobs::kDealt          ? choose_mma<Stored, Jobs::kDealt>(activation)
+         : jobs == Jobs::kSingleTokens ? choose_mma<Stored, Jobs::kSingleTokens>(activation)
+                                       : choose_mma<Stored, Jobs::kSingleHeads>(activation);
 }
 
 // Shared memory of a CTA that leaves room for kCtasPerSm, each of which takes 1 KB more; at least kSharedLimit.
@@ -932,22 +1046,28 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.jobs_per_row = problem.geometry.num_groups * params.chunks;
     params.job_buffers = params.heads == 1 ? kMaxJobBuffers : 2;
     while (params.job_buffers > 1 && stages_beside(params.job_buffers) < kEnoughStages) --params.job_buffers;
+    params.ahead = params.job_buffers > 2 ? 1 : 0;
     params.stages = std::min(stages_beside(params.job_buffers), kMaxStages);
-    params.consumers = std::min(params.stages, kConsumers);
+    params.consumers = std::min(params.stages, kConsumers - (params.heads == 1 ? 1 : 0));
     params.resident = std::min(params.num_jobs, ctas);
     const int64_t row_heads = static_cast<int64_t>(rows) * problem.geometry.num_heads;
     params.fetches = flush_only ? 0 : static_cast<int>(std::min<int64_t>(params.resident, row_heads / params.heads));
     const int rounds = params.num_jobs / params.resident;
     params.jobs_each = rounds;
     params.more_jobs = params.num_jobs % params.resident;
+    const int group_step = params.resident / params.chunks, num_groups = problem.geometry.num_groups;
+    params.inverse_chunks = inverse_of(params.chunks), params.inverse_groups = inverse_of(num_groups);
+    params.step = {group_step / num_groups, group_step % num_groups, params.resident % params.chunks};
     const bool dealt = params.heads > 1;  // then there are kEnoughJobs rounds
     params.shared_jobs = dealt ? (rounds - rounds / 8) * params.resident : params.num_jobs;
     const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
-    return launch(op, true, limit,
-                  dealt ? choose_mma<decltype(stored), true>(problem.config.activation)
-                        : choose_mma<decltype(stored), false>(problem.config.activation),
-                  params.resident + late, kStepThreads, shared, exec, params);
+    return launch(
+        op, true, limit,
+        choose_mma<decltype(stored)>(problem.config.activation, dealt                    ? Jobs::kDealt
+                                                                : params.max_tokens == 1 ? Jobs::kSingleTokens
+                                                                                         : Jobs::kSingleHeads),
+        params.resident + late, kStepThreads, shared, exec, params);
   });
 }
 
@@ -968,11 +1088,9 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
 cudaError_t load_step_mma_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (bool dealt : {false, true}) {
-        MmaKernel* const kernel = with_checkpoint(format, [&](auto stored) {
-          return dealt ? choose_mma<decltype(stored), true>(activation)
-                       : choose_mma<decltype(stored), false>(activation);
-        });
+      for (Jobs jobs : {Jobs::kDealt, Jobs::kSingleHeads, Jobs::kSingleTokens}) {
+        MmaKernel* const kernel =
+            with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation, jobs); });
         cudaError_t error = load_kernel(kernel);
         if (error == cudaSuccess) {
           error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());

@@ -6,7 +6,8 @@
 //     y_s = exp(f_s) [ d S C_s + sum_i v_i (B_i . C_s) x_i ] + sum_{r<=s} u_rs x_r,    u_ss including D
 //
 // with the symbols of step_mma.cu, but that S is the read copy (FP8, NVFP4, E2M2), or a checkpoint of such a format, or
-// of FP16 or BF16.
+// of FP16 or BF16. The history, oldest record first, and the new tokens behind it are one run of records; all of it
+// comes from the rings, but for new tokens that the step is given as tensors, which it appends.
 //
 // A CTA owns up to kMaxCtaHeads heads of one group of one row. What they share it does once: B^T C, C in FP16, and the
 // weights of all heads, for a thread sums up a head's exponents as cheaply as a warp would. Then each of its four warps
@@ -27,11 +28,12 @@
 //  2. C is brought to FP16 once a CTA, times the power of two that puts its largest value below 2^15: exact for BF16
 //     but where values lie 2^28 apart. Column scales are multiplied into it once a head: the one rounding, by 2^-12.
 //     The scales of the head, or of rows of FP8, and the powers of two go to the float32 sums.
-//  3. The sum over the history is a product too, by mma.m16n8k16 in BF16: x as it lies (FP16 in two parts), weights in
-//     two parts, formed once a head in the registers of the lanes that bring them: with one token as two columns of a
-//     product, so that the sum over the four lanes of a quad is both that over blocks and that over parts. So is what a
-//     token takes from the new tokens before it, where x that is not finite is left out, since zero times that is not
-//     zero for tokens before it, and added apart.
+//  3. The sum over the run is a product too, by mma.m16n8k16 in BF16: x as it lies (FP16 in two parts), weights in two
+//     parts, formed once a head in the registers of the lanes that bring them: v and u times their factors of the token
+//     whose output it is, zeros for the tokens behind it. With one token and a quantised state they are two columns of
+//     a product, so that the sum over the four lanes of a quad is both that over blocks and that over parts, and the
+//     token itself is added apart. Zero times x that is not finite is not zero: where sums of several tokens are not
+//     finite, they are formed anew without such x of new tokens, which are added apart.
 //  4. A plain state's words are the operand, as the second of a product whose first has 8 tokens as rows: no code is
 //     decoded, and no sum crosses lanes. States of BF16 take C in BF16, FP16 in two parts. Here memory is what bounds
 //     the kernel.
@@ -254,7 +256,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
-      int64_t{kWarps} * g.head_dim, kWarps * scan.args.x.stride[1], kWarps * scan.args.out.stride[1]};
+      int64_t{2 * kWarps} * g.head_dim, 2 * kWarps * scan.args.x.stride[1], 2 * kWarps * scan.args.out.stride[1]};
   params.state_bytes =
       with_read_format(problem.config, [&](auto format) { return StateOperand<decltype(format)>::bytes(g.head_dim); });
   const replayssm_tensor& out = scan.args.out;
@@ -272,6 +274,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.cta_heads = heads;
     params.chunks = Quotient(chunks);
     params.ctas = Quotient(g.num_groups * chunks);
+    params.delta_part = heads % 4 == 0 && params.heads_per_group % 4 == 0 ? 4 : 1;
+    params.delta_parts = Quotient(heads / params.delta_part);
     params.stepping = lay_out(problem, false, scan.args.max_count, heads, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };

@@ -4,7 +4,8 @@
 //
 // A task owns one block of channels of one row. It first gathers the K-1 raw inputs before the new tokens (from the
 // conv ring; inputs before token 0 are 0), then slides over the tokens, and writes the ring only after that: a prompt's
-// ring rows may coincide with those that were gathered.
+// ring rows may coincide with those that were gathered. With `records` x and B of a token go to the rings, where step
+// would have appended them, run by run of channels that lie side by side there.
 #include <algorithm>
 #include <cmath>
 
@@ -16,6 +17,37 @@ namespace {
 
 constexpr int32_t kChannelBlock = 64;
 constexpr int32_t kMaxTaps = 8;
+
+// Stores `channels` values of token `token`, of the channels from `first` on: in `out`, or as a part of the record.
+void store_channels(const Problem& problem, const replayssm_layer& layer, const replayssm_plan_row& row,
+                    const replayssm_conv_args& args, int32_t token, int32_t first, int32_t channels,
+                    const float* values) {
+  const replayssm_geometry& g = problem.geometry;
+  const int32_t dtype = problem.config.activation;
+  const int64_t ring_row = (row.tokens + token) % problem.ring_rows;
+  auto output = [&](int32_t channel) {
+    return element_address(args.out.data, dtype, (row.first_token + token) * args.out.stride[0] + channel);
+  };
+  if (!args.records) return store_row(values, channels, dtype, output(first));
+  const int32_t x_channels = g.num_heads * g.head_dim, b_channels = g.num_groups * g.state_dim;
+  for (int32_t channel = first; channel < first + channels;) {
+    const bool is_x = channel < x_channels;
+    int32_t run = first + channels - channel;
+    char* place;
+    if (channel < x_channels + b_channels) {
+      const replayssm_buffer& ring = is_x ? layer.x_ring : layer.b_ring;
+      const int32_t width = is_x ? x_channels / g.num_groups : g.state_dim;  // of a group's record
+      const int32_t of_kind = is_x ? channel : channel - x_channels;
+      run = std::min(run, width - of_kind % width);
+      place = element_address(static_cast<char*>(ring.base) + row.slot * ring.slot_stride, dtype,
+                              (of_kind / width * problem.ring_rows + ring_row) * width + of_kind % width);
+    } else {
+      place = output(channel - x_channels - b_channels);
+    }
+    store_row(values + (channel - first), run, dtype, place);
+    channel += run;
+  }
+}
 
 void convolve_block(const Problem& problem, const replayssm_layer& layer, const replayssm_plan_row& row,
                     const replayssm_conv_args& args, int32_t first_channel, int32_t channels) {
@@ -55,8 +87,7 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
       for (int32_t c = 0; c < channels; ++c) out[c] += weight[k][c] * tap[c];
     }
     for (int32_t c = 0; c < channels; ++c) out[c] = out[c] / (1.0f + std::exp(-out[c]));
-    store_row(out, channels, dtype,
-              element_address(args.out.data, dtype, (row.first_token + t) * args.out.stride[0] + first_channel));
+    store_channels(problem, layer, row, args, t, first_channel, channels, out);
   }
 
   const bool prompt = row.flags & REPLAYSSM_ROW_LONG;
@@ -70,7 +101,8 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
 replayssm_status conv_step(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
                            const replayssm_table& table, const void* plan, int32_t rows,
                            const replayssm_conv_args& args) {
-  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, true)) return REPLAYSSM_OK;
+  const int32_t max_count = args.records ? std::min(args.max_count, problem.config.max_step_tokens) : args.max_count;
+  if (!rows_fit(table, plan, rows, args.num_tokens, max_count, !args.records)) return REPLAYSSM_OK;
   const int32_t blocks = (problem.conv_channels + kChannelBlock - 1) / kChannelBlock;
   const int64_t work = std::max<int64_t>(args.num_tokens / rows, 1) * problem.geometry.conv_kernel * kChannelBlock;
   parallel_for(int64_t{rows} * blocks, work, [&](int64_t task) {

@@ -29,6 +29,7 @@ struct HeadTokens {
     return element_address(tensor.data, tensor.dtype,
                            (first_token + token) * tensor.stride[0] + index * tensor.stride[1]);
   }
+  bool are_records() const { return !args.x.data; }  // x and B are in the rings
   char* x(int32_t token) const { return row(args.x, token, head); }
   char* B(int32_t token) const { return row(args.B, token, group); }
   char* C(int32_t token) const { return row(args.C, token, group); }
@@ -72,12 +73,13 @@ bool step_head(const HeadSlot& head, const replayssm_plan_row& row, const replay
       head.head == 0 || HeadSlot{head.problem, head.layer, row.slot, head.head - 1}.group() != head.group();
   for (int32_t t = 0; t < row.count; ++t) {
     const int32_t j = history + t;
-    delta[j] = tokens.delta(t);
-    load_row(tokens.x(t), dtype, P, x[j]);
-    load_row(tokens.B(t), dtype, N, B[j]);
-    head.delta(row.tokens + t) = delta[j];
-    store_row(x[j], P, dtype, head.x(row.tokens + t));
-    if (first_of_group) store_row(B[j], N, dtype, head.B(row.tokens + t));
+    const int64_t record = row.tokens + t;
+    delta[j] = head.delta(record) = tokens.delta(t);
+    load_row(tokens.are_records() ? head.x(record) : tokens.x(t), dtype, P, x[j]);
+    load_row(tokens.are_records() ? head.B(record) : tokens.B(t), dtype, N, B[j]);
+    if (tokens.are_records()) continue;
+    store_row(x[j], P, dtype, head.x(record));
+    if (first_of_group) store_row(B[j], N, dtype, head.B(record));
   }
 
   const float skip = tokens.skip();
