@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only CUDA has: graphs captured at the very first call, no synchronisation, streams, offsets beyond 32 bits."""
 
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from mixer import SUPER, SUPER_TP8, Mixer, Stack, Weights, array, random_tokens, recur, same_bits, zero_state
 
 from trtllm_replayssm import MambaGeometry, ReplayConfig, StatePool, ops
-from trtllm_replayssm.plan import Plan
+from trtllm_replayssm.plan import STEPPED, Plan
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here; on a GPU machine run scripts/gpu/test.sh", allow_module_level=True)
@@ -198,7 +199,7 @@ def test_errors_stay_until_they_are_read():
     assert pool.cursors().flags.tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("word", [-1, 1 << 30, (1 << 31) - 1, -(1 << 31)])
+@pytest.mark.parametrize("word", [-1, 1, 1 << 30, (1 << 31) - 1, -(1 << 31)])
 @pytest.mark.parametrize(
     "op, checkpoint, read_copy",
     [
@@ -233,6 +234,67 @@ def test_nothing_depends_on_what_the_memory_of_a_plan_held(op, checkpoint, read_
             graph.replay()
         pool.validate()
         results.append((torch.stack(outputs), pool.data))
+    assert all(map(same_bits, *results))
+
+
+def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
+    """The two operators that engines have."""
+    operators, call = torch.ops.trtllm_replayssm, (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
+    plan.note_use(STEPPED, layer)
+    operators.flush(*call, A_log)
+    operators.step(*call, x, B, C, dt, A_log, D, dt_bias, out, 0.0, float("inf"), plan.max_count, True)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    "op, tokens, checkpoint, read_copy",
+    [
+        (ops.step, 1, "fp32", "none"),
+        (ops.step, 2, "fp32", "none"),
+        (ops.step, 1, "fp16_sr", "none"),
+        (ops.step, 1, "fp16_sr", "nvfp4"),
+        (ops.step, 2, "fp16_sr", "nvfp4"),
+        (flush_then_step, 1, "fp32", "none"),
+        (flush_then_step, 1, "fp16_sr", "nvfp4"),
+        (ops.conventional_step, 1, "fp32", "none"),
+    ],
+)
+def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, layers):
+    """In a graph a step begins while the plan before it is made, or while the step that wrote its states is just over:
+    rows change their slots, histories and flushes from step to step. The same bits as of steps that wait.
+    """
+    geometry, rows = MambaGeometry(64, 64, 4, 128), 3
+    config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
+    orders = [torch.tensor(order, dtype=torch.int32, device=CUDA) for order in itertools.permutations(range(rows))]
+    accepted = torch.arange(rows, dtype=torch.int32, device=CUDA) % tokens + 1
+    results = []
+    for captured in (False, True):
+        pool = StatePool(geometry, config, rows, layers, CUDA)
+        pool.reset(range(rows))
+        plan = Plan(pool, rows)
+        outputs = torch.zeros(len(orders), layers, rows * tokens, 64, 64, dtype=torch.bfloat16, device=CUDA)
+
+        def cycle(number, pool=pool, plan=plan, outputs=outputs, captured=captured):
+            pool.plan(orders[number], tokens, out=plan)
+            for layer in range(layers):
+                op(pool, layer, plan, *given.span(0, rows * tokens), *weights, out=outputs[number, layer])
+                if not captured:
+                    torch.cuda.synchronize()
+            pool.commit(plan, None if op is ops.conventional_step else accepted)
+
+        if captured:
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                for number in range(len(orders)):
+                    cycle(number)
+        for _ in range(12):
+            if captured:
+                graph.replay()
+            else:
+                for number in range(len(orders)):
+                    cycle(number)
+        pool.validate()
+        results.append((outputs, pool.data))
     assert all(map(same_bits, *results))
 
 

@@ -451,6 +451,10 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
 
+/* From a plan to the last op that takes it, nobody but these ops may write what its slots hold: on CUDA steps load
+ * states and records before what is ahead of them in the stream has ended. Kernels of the caller's that are launched
+ * early themselves (programmatic dependent launch) must wait for those ahead of them before they end. */
+
 /* out = x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row, in FP32: what stands
  * between the other ops of a model. With `addend` the norm before a layer and the sum before that; with `gate`
  * Mamba-2's norm after the state. A row's bits depend on nothing but the row. */

@@ -116,10 +116,18 @@ __device__ inline void begin_early() {
   await_previous();
 }
 
-// What a kernel launched early may do before await_previous(): have the L2 fetch what it will read. All writes go
-// through the L2, so that a line there is as good as memory, whatever the kernel before still writes. Only the
-// addresses must exist. They come from a plan that may be another step's, half written or never written: what is read
-// of it here is good for nothing but such addresses, and checked against what the host knows.
+// What a kernel launched early may do before await_previous(). Addresses come from a plan that may be another step's,
+// half written or never written: what is read of it here is good for nothing but such addresses, and checked against
+// what the host knows.
+//  - Have the L2 fetch what it will read. All writes go through the L2, so that a line there is as good as memory,
+//    whatever the kernel before still writes. Only the addresses must exist.
+//  - Load, past the L1 (bulk copies, cp.async.cg, ld.cg, ld.relaxed; not cp.async of 4 bytes), what nobody writes from
+//    the plan to this kernel: of a slot's layer the state and the records of history, unless the flush op has run; not
+//    the new tokens. A plan lets the next kernel begin only when the one before it has ended, and no kernel begins
+//    until all before it have let the next begin: so whatever comes behind a plan finds written what came before it.
+//    But the plan itself may still run: who has loaded by a row of it compares that row after await_previous(), and
+//    loads again if it has changed.
+// It may store nothing.
 
 // The slot of a row, or a negative number.
 __device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_slots) {

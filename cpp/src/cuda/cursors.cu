@@ -84,7 +84,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
                                                             const int32_t* slots, const int32_t* counts,
                                                             int32_t uniform_count, int32_t rows, void* plan,
                                                             NextArgs args) {
-  begin_early();
+  await_previous();
+  let_next_begin();  // only now: what steps load early must be written
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);

@@ -238,11 +238,11 @@ struct TokenBits {
 };
 
 // A head's rows are shared out among kParts CTAs. kActivation: the dtype, or -1 where only the config knows it.
-// kVerify: conventional_verify, else conventional_step, of which `fetches` says whether the L2 fetches what a CTA will
-// read before the kernel before has ended.
+// kVerify: conventional_verify, else conventional_step, of which `early` says whether a CTA loads the state before the
+// kernel before has ended.
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation, int kParts>
 __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
-    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool fetches) {
+    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool early) {
   let_next_begin();
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows / kParts, kBlockRows = Shape::kBlockRows / kParts;
@@ -258,10 +258,27 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const bool reporter = head == 0 && part == 0 && threadIdx.x == 0;
 
-  if (!kVerify && fetches && threadIdx.x == 0) {
-    const int bytes = static_cast<int>(problem.checkpoint_head_bytes) / kParts;
-    fetch_head(params, params.layer.checkpoint, problem.checkpoint_head_bytes, blockIdx.x / kParts, part * bytes,
-               bytes);
+  // A thread's part of the state, `own` being where it begins.
+  uint4 raw[kRows][kChunks];
+  auto load_state = [&](const Stored* own, bool stored, auto&& load) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        raw[i][c] = make_uint4(0, 0, 0, 0);
+        if (c * kLanes * kVec >= N) break;
+        if (stored) raw[i][c] = load(reinterpret_cast<const uint4*>(own + i * N + c * kLanes * kVec));
+      }
+  };
+  const int first = part * kBlockRows + group * kRows;
+  int32_t loaded = -1;  // the slot whose state is there
+  if constexpr (!kVerify && Shape::kTuned) {
+    if (early) loaded = peek_slot(params.planned[row_index], params.num_slots);
+    if (loaded >= 0) {
+      const char* chunk = section_of(params.layer.checkpoint, loaded) + head * problem.checkpoint_head_bytes;
+      load_state(reinterpret_cast<const Stored*>(chunk) + first * N + lane * kVec, true,
+                 [](const uint4* from) { return __ldcg(from); });
+    }
   }
   await_previous();
   const replayssm_plan_row row = params.planned[row_index];
@@ -282,18 +299,12 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const Stored* const source =
       kVerify && (row.flags & REPLAYSSM_ROW_SNAPSHOT) ? snapshot + (row.history - 1) * state_size : checkpoint;
 
-  for (int p = part * kBlockRows + group * kRows; p < P; p += kParts * kBlockRows) {
+  for (int p = first; p < P; p += kParts * kBlockRows) {
     bool finite = true;
     const int own = p * N + lane * kVec;
-    uint4 raw[kRows][kChunks];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        raw[i][c] = make_uint4(0, 0, 0, 0);
-        if (c * kLanes * kVec >= N) break;
-        if (!empty) raw[i][c] = __ldcs(reinterpret_cast<const uint4*>(source + own + i * N + c * kLanes * kVec));
-      }
+    if (empty || loaded != row.slot) {
+      load_state(source + own, !empty, [](const uint4* from) { return __ldcs(from); });
+    }
     TokenBits<kRows, kChunks, kVec, Shape::kTuned> token;
     token.load(params, dtype, row.first_token, head, state_group, p, lane, N);
     const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head);
@@ -402,9 +413,9 @@ ConventionalChoice choose_conventional(int tuned_head_dim, int activation, bool 
   }
 }
 
-// Of an SM: CTAs up to which heads are shared out to the most, and up to which CTAs have the L2 fetch ahead. Later ones
+// Of an SM: CTAs up to which heads are shared out to the most, and up to which CTAs load the state early. Later ones
 // find the kernel before ended, and would only read the plan twice.
-constexpr int kPartsPerSm = 4, kFetchesPerSm = 8;
+constexpr int kPartsPerSm = 4, kEarlyPerSm = 8;
 
 template <bool kVerify>
 replayssm_status launch_conventional(const char* op, const replayssm_exec& exec, const Problem& problem,
@@ -423,7 +434,7 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
     return heads * most.parts <= kPartsPerSm * sms ? most : choose(false);
   });
   const int64_t ctas = heads * choice.parts;
-  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms);
+  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kEarlyPerSm * sms);
 }
 
 template <bool kVerify>
