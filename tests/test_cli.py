@@ -294,6 +294,11 @@ def test_demo_fails_if_the_texts_disagree(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["generate", "--checkpoint", "nowhere", "--prompt", "x"], "nowhere/config.json: no such file"),
+        (["generate", "--engine", "nowhere", "--prompt", "x", "--mode", "replay"], "nowhere/config.json: no such file"),
+        (
+            ["generate", "--engine", "nowhere", "--prompt", "x", "--mode", "conventional"],
+            "--mode: the engine folder says that already",
+        ),
         (["generate", "--checkpoint", TINY, "--prompt-file", "no-such-file"], "no-such-file"),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--top-p", "2"], "top_p is 2.0, expected in (0, 1]"),
         (["generate", "--checkpoint", TINY, "--prompt", "x", "--max-tokens", "100000"], "more than the context"),

@@ -40,15 +40,15 @@ PROMPTS = (
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
-# Options of generate that an engine folder decides, and their defaults.
+# Options of generate that an engine folder decides, and what they may say all the same: their defaults, and the truth.
 _BUILT_IN = {
-    "mode": "auto",
-    "window": "auto",
-    "checkpoint_format": "fp32",
-    "read_copy": "none",
-    "device": None,
-    "dtype": None,
-    "deterministic": False,
+    "mode": ("auto", "replay"),
+    "window": ("auto",),
+    "checkpoint_format": ("fp32",),
+    "read_copy": ("none",),
+    "device": (None,),
+    "dtype": (None,),
+    "deterministic": (False,),
 }
 
 
@@ -469,8 +469,8 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
 
 def _engine_runner(runtime, options, **speculation):
     """An engine folder; ValueError for options that are decided when it is built."""
-    for name, default in _BUILT_IN.items():
-        if getattr(options, name) != default:
+    for name, allowed in _BUILT_IN.items():
+        if getattr(options, name) not in allowed:
             raise ValueError(f"--{name.replace('_', '-')}: the engine folder says that already")
     return runtime.EngineRunner(options.engine, executor=options.executor or "tensorrt", **speculation)
 
