@@ -54,10 +54,9 @@ def assert_same_bits(stack, sequences, cycles, *, most=None, by_records=Mixer.by
         raw, dt = stack.tape(100 + cycle, int(counts.sum()))
         accepted = np.where(rng.random(len(slots)) < 0.3, rng.integers(0, counts + 1), counts).tolist()
         outputs = []
-        for pool, step in zip(pools, (Mixer.__call__, by_records), strict=True):
+        for pool, mix in zip(pools, (partial(Mixer.__call__, op=ops.step), by_records), strict=True):
             plan = pool.plan(slots, counts.tolist())
-            how = (ops.step,) if step is Mixer.__call__ else ()
-            layers = [step(mixer, pool, layer, plan, raw, dt, *how) for layer, mixer in enumerate(stack.mixers)]
+            layers = [mix(mixer, pool, layer, plan, raw, dt) for layer, mixer in enumerate(stack.mixers)]
             outputs.append(torch.stack(layers))
             pool.commit(plan, accepted)
         assert same_bits(*outputs), cycle
