@@ -37,13 +37,13 @@ def flush_then_step(mixer, pool, layer, plan, raw, dt):
     return out
 
 
-def assert_same_bits(stack, sequences, cycles, *, most=None, by_records=Mixer.by_records):
+def assert_same_bits(stack, sequences, cycles, *, most=None, by_records=Mixer.by_records, make_pool=Stack.pool):
     """Steps both ways, from prompts of different lengths on, some of whose tokens are rejected, in rows of any order,
     one of them padded: the same outputs, and the same bytes in all slots after each.
     """
     most = stack.config.max_step_tokens if most is None else most
     rng = np.random.default_rng(0)
-    pools = [stack.pool(sequences) for _ in range(2)]
+    pools = [make_pool(stack, sequences) for _ in range(2)]
     prompts = [stack.tape(seed % 7, 2 + seed % 7) for seed in range(sequences)]
     for pool in pools:
         pool.reset(list(range(sequences)))
@@ -54,16 +54,17 @@ def assert_same_bits(stack, sequences, cycles, *, most=None, by_records=Mixer.by
         raw, dt = stack.tape(100 + cycle, int(counts.sum()))
         accepted = np.where(rng.random(len(slots)) < 0.3, rng.integers(0, counts + 1), counts).tolist()
         outputs = []
-        for pool, step in zip(pools, (Mixer.__call__, by_records), strict=True):
+        for pool, mix in zip(pools, (partial(Mixer.__call__, op=ops.step), by_records), strict=True):
             plan = pool.plan(slots, counts.tolist())
-            how = (ops.step,) if step is Mixer.__call__ else ()
-            layers = [step(mixer, pool, layer, plan, raw, dt, *how) for layer, mixer in enumerate(stack.mixers)]
+            layers = [mix(mixer, pool, layer, plan, raw, dt) for layer, mixer in enumerate(stack.mixers)]
             outputs.append(torch.stack(layers))
             pool.commit(plan, accepted)
         assert same_bits(*outputs), cycle
         assert same_bits(*(pool.data for pool in pools)), cycle
     for pool in pools:
         pool.validate()
+    if pools[0].checkpoint is not None:
+        assert same_bits(*(pool.checkpoint for pool in pools))
     assert all(map(torch.equal, *(pool.cursors() for pool in pools)))
     assert pools[0].stats() == pools[1].stats()
     assert pools[1].stats()["flushes"] >= sequences
@@ -92,7 +93,11 @@ FORMATS = [("fp32", "none"), ("fp16_sr", "none"), ("fp16_sr", "nvfp4")]
 @pytest.mark.parametrize("geometry, activation", GEOMETRIES)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_every_geometry_has_the_bits_of_appended_records(device, geometry, activation, checkpoint, read_copy, tokens):
+    """With the convolution's weights in the activation's format, of which CUDA has kernels of their own."""
     stack = Stack(geometry, config_of(checkpoint, read_copy, 8, 4, activation), num_layers=1, device=device)
+    for mixer in stack.mixers:
+        dtype = stack.tape(0, 0)[0].dtype
+        mixer.conv_weight, mixer.conv_bias = mixer.conv_weight.to(dtype), mixer.conv_bias.to(dtype)
     assert_same_bits(stack, 2, 20 if tokens == 1 else 10, most=tokens)
 
 
@@ -104,6 +109,28 @@ def test_many_rows_have_the_bits_of_appended_records(device, checkpoint, read_co
     geometry = MambaGeometry(4, 16, 2, 128) if on_cpu else MambaGeometry(128, 64, 8, 128)
     stack = Stack(geometry, config_of(checkpoint, read_copy, 8, 4, "bf16"), num_layers=1, device=device)
     assert_same_bits(stack, 30 if on_cpu else 150, 24 if most == 1 else 10, most=most)
+
+
+@pytest.mark.filterwarnings("ignore:window 16 < 2")
+@pytest.mark.parametrize("window", [64, 16])
+@pytest.mark.parametrize("checkpoint, read_copy", FORMATS)
+def test_longest_steps_have_the_bits_of_appended_records(device, checkpoint, read_copy, window):
+    geometry = MambaGeometry(num_heads=4, head_dim=16, num_groups=2, state_dim=128)
+    stack = Stack(geometry, config_of(checkpoint, read_copy, window, 16, "bf16"), num_layers=1, device=device)
+    assert_same_bits(stack, 2, 14)
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", FORMATS)
+@pytest.mark.parametrize("geometry, activation", [(SMALL, "fp32"), (MambaGeometry(2, 64, 1, 128), "bf16")])
+def test_an_engines_states_have_the_bits_of_appended_records(device, geometry, activation, checkpoint, read_copy):
+    def make_pool(stack, num_slots):
+        dtype = torch.float32 if checkpoint == "fp32" else torch.float16
+        shape = (2, num_slots, geometry.num_heads, geometry.head_dim, geometry.state_dim)
+        states = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return StatePool(geometry, stack.config, num_slots, 2, device, external={"checkpoint": states})
+
+    stack = Stack(geometry, config_of(checkpoint, read_copy, 8, 3, activation), device=device)
+    assert_same_bits(stack, 2, 12, make_pool=make_pool)
 
 
 @pytest.mark.parametrize("checkpoint, read_copy", FORMATS)

@@ -17,8 +17,8 @@
 // - count <= max_step_tokens (one stretch): every new input, next to the old ones, none of which is overwritten;
 // - longer: the last K-1 inputs, loaded once more.
 //
-// A thread's channels lie side by side wherever they go, in `out` or, of x and B that become records, in the ring of
-// their group: the pieces of 16 bytes cross neither groups nor x, B and C.
+// With `records` x and B go to the rings of their groups instead of `out`. A thread's channels lie side by side there,
+// too: the pieces of 16 bytes cross neither groups nor x, B and C.
 #include <algorithm>
 
 #include "common.cuh"
@@ -32,12 +32,12 @@ static_assert(kStretch >= REPLAYSSM_MAX_STEP_TOKENS, "a row that may be rolled b
 constexpr int kMostRows = 64;  // of a CTA
 static_assert(kMostRows <= kThreads);
 
-// Where the results of a range of channels go: to a tensor, whose rows are tokens, or to the rings of the groups.
+// With `records`: where a range of channels goes, the rings of its groups or `out`. Strides in bytes.
 struct Target {
-  char* data;                                // that of channel `first`
-  int64_t slot_stride, group_stride, pitch;  // in bytes; pitch: from row to row
-  int32_t first, group_channels, ring_rows;  // ring_rows: 0 of a tensor
-  bool aligned;
+  char* data;  // channel `first`
+  int64_t slot_stride, group_stride, row_stride;
+  int32_t first, group_channels;
+  bool in_ring, aligned;
 };
 
 struct ConvParams {
@@ -48,32 +48,42 @@ struct ConvParams {
   replayssm_conv_args args;
   int32_t rows, rows_each;  // of all CTAs, of one
   int32_t channel_blocks, stretches;
-  Target targets[3];  // in the order of the channels
-  bool in_aligned, weight_aligned, bias_aligned;
+  Target targets[3];  // of x, B and C
+  bool in_aligned, out_aligned, weight_aligned, bias_aligned;
 };
 
 template <typename T>
 constexpr int kChannelsOf = 16 / sizeof(T);  // of a thread
 
 // CTAs of an SM at once, where K is 4.
-constexpr int ctas_per_sm(int batch) { return batch == 1 ? 5 : 4; }
+constexpr int ctas_per_sm(int batch) { return batch == 1 ? 5 : 3; }
 
 // kTaps: K itself where it is 4, else 8, the window's older taps being zero and never loaded. kBatch: tokens whose
-// inputs a thread loads at once; 1: no row brings more. kPacked: weights and bias are of the 16-bit type T and aligned;
-// as bits they leave registers for two rows on their way instead of one.
-template <typename T, int kTaps, int kBatch, bool kPacked>
+// inputs a thread loads at once; 1: no row brings more. kPacked: all is aligned, weights and bias are of the 16-bit
+// type T; as bits they leave registers for two rows of one token on their way instead of one.
+template <typename T, int kTaps, int kBatch, bool kPacked, bool kRecords>
 __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
                                                   : 1) void conv_kernel(const __grid_constant__ ConvParams params) {
-  begin_early();
   constexpr bool kSingle = kBatch == 1;
-  constexpr int kType = kDtypeOf<T>, kChannels = kChannelsOf<T>, kParts = kPacked ? 2 : 1;
+  constexpr int kType = kDtypeOf<T>, kChannels = kChannelsOf<T>, kParts = kPacked && kSingle ? 2 : 1;
+  let_next_begin();
   const Problem& problem = params.problem;
   const replayssm_conv_args& args = params.args;
+  const bool in_aligned = kPacked || params.in_aligned;
   const int K = kTaps == 4 ? 4 : problem.geometry.conv_kernel;
   const int first_tap = kTaps - K;
   const int channel = (static_cast<int>(blockIdx.x % params.channel_blocks) * kThreads + threadIdx.x) * kChannels;
   const int stretch = static_cast<int>(blockIdx.x / params.channel_blocks % params.stretches);
-  const int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
+  int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
+  const Target& target = params.targets[(channel >= params.targets[1].first) + (channel >= params.targets[2].first)];
+  char* target_data = nullptr;
+  if (kRecords) {
+    const int of_range = channel - target.first, group = of_range / target.group_channels;
+    target_data =
+        target.data + group * target.group_stride + (of_range - group * target.group_channels) * int64_t{sizeof(T)};
+  }
+  asm volatile("" : "+r"(first_row), "+l"(target_data));  // so that divisions are done before the wait
+  await_previous();
   const int rows = min(params.rows_each, params.rows - first_row);
   __shared__ replayssm_plan_row planned[kMostRows];
   if (static_cast<int>(threadIdx.x) < rows) planned[threadIdx.x] = params.planned[first_row + threadIdx.x];
@@ -93,7 +103,7 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
   auto input = [&](const Part& part, int t) {
     return load_raw<kChannels>(
         args.in.data, kType, (static_cast<int64_t>(planned[part.index].first_token) + t) * args.in.stride[0] + channel,
-        params.in_aligned);
+        in_aligned);
   };
   auto fetch = [&](Part& part, int first) {
 #pragma unroll
@@ -106,7 +116,7 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     part.end = begin;
     if (i >= rows) return part;
     const replayssm_plan_row& row = planned[i];
-    if (!admit(row, first_row + i, args.num_tokens, args.max_count, problem.config.window, !args.records, params.error,
+    if (!admit(row, first_row + i, args.num_tokens, args.max_count, problem.config.window, !kRecords, params.error,
                channel == 0 && stretch == 0) ||
         begin >= row.count) {
       return part;
@@ -173,15 +183,12 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     }
   }
 
-  const Target& target = params.targets[(channel >= params.targets[1].first) + (channel >= params.targets[2].first)];
-  const int target_group = (channel - target.first) / target.group_channels;
-  char* const target_data = target.data + target_group * target.group_stride +
-                            (channel - target.first - target_group * target.group_channels) * sizeof(T);
-
   auto work_on = [&](Part& part) {
     if (part.end == begin) return;
     const replayssm_plan_row& row = planned[part.index];
-    char* const target_slot = target_data + row.slot * target.slot_stride;
+    // Read once: for all that the compiler knows, the stores below change the plan.
+    const int conv_row = row.conv_row, first_token = row.first_token, ring_row = row.ring_row;
+    char* const target_slot = kRecords ? target_data + row.slot * target.slot_stride : nullptr;
     const bool is_long = !kSingle && row.flags & REPLAYSSM_ROW_LONG;
     T* const ring = ring_of(part);
     auto keep = [&](int position, const Raw<kChannels>& raw) {
@@ -195,12 +202,12 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     Raw<kChannels> window[kTaps];  // the newest input last; bits, for values would take twice the registers
 #pragma unroll
     for (int k = 0; k < kTaps - 1; ++k) window[k] = part.window[k];
-    for (int first = begin; first < part.end; first += kBatch) {
+    for (int first = begin;; first += kBatch) {
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
         const int t = first + u;
         if (t >= part.end) break;
-        if (!is_long) keep(ring_position(row.conv_row, t, problem.conv_rows), part.batch[u]);
+        if (!is_long) keep(ring_position(conv_row, t, problem.conv_rows), part.batch[u]);
         window[kTaps - 1] = part.batch[u];
         float y[kChannels];
         if constexpr (kPacked) {
@@ -239,11 +246,16 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
         for (int c = 0; c < kChannels; ++c) y[c] = silu(y[c]);
 #pragma unroll
         for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
-        const int64_t place = target.ring_rows ? ring_position(row.ring_row, t, target.ring_rows)
-                                               : static_cast<int64_t>(row.first_token) + t;
-        store_vector<kChannels>(target_slot + place * target.pitch, kType, 0, target.aligned, y);
+        const int64_t token = static_cast<int64_t>(first_token) + t;
+        if constexpr (kRecords) {
+          const int64_t place = target.in_ring ? ring_position(ring_row, t, problem.ring_rows) : token;
+          store_vector<kChannels>(target_slot + place * target.row_stride, kType, 0, kPacked || target.aligned, y);
+        } else {
+          store_vector<kChannels>(args.out.data, kType, token * args.out.stride[0] + channel,
+                                  kPacked || params.out_aligned, y);
+        }
       }
-      if (kSingle) break;
+      if (kSingle || first + kBatch >= part.end) break;
       fetch(part, first + kBatch);
     }
   };
@@ -267,20 +279,22 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
 
 using ConvKernel = void(ConvParams);
 
-template <typename T>
+template <typename T, bool kRecords>
 ConvKernel* choose_conv(int taps, int max_count, bool packed) {
-  if (taps != 4) return max_count == 1 ? conv_kernel<T, 8, 1, false> : conv_kernel<T, 8, 4, false>;
-  if (max_count != 1) return conv_kernel<T, 4, 4, false>;
+  if (taps != 4) return max_count == 1 ? conv_kernel<T, 8, 1, false, kRecords> : conv_kernel<T, 8, 4, false, kRecords>;
   if constexpr (sizeof(T) == 2) {
-    if (packed) return conv_kernel<T, 4, 1, true>;
+    if (packed && max_count <= REPLAYSSM_MAX_STEP_TOKENS) {
+      return max_count == 1 ? conv_kernel<T, 4, 1, true, kRecords> : conv_kernel<T, 4, 4, true, kRecords>;
+    }
   }
-  return conv_kernel<T, 4, 1, false>;
+  return max_count == 1 ? conv_kernel<T, 4, 1, false, kRecords> : conv_kernel<T, 4, 4, false, kRecords>;
 }
 
+template <bool kRecords>
 ConvKernel* choose_conv(int activation, int taps, int max_count, bool packed) {
-  if (activation == REPLAYSSM_BF16) return choose_conv<__nv_bfloat16>(taps, max_count, packed);
-  if (activation == REPLAYSSM_FP16) return choose_conv<__half>(taps, max_count, packed);
-  return choose_conv<float>(taps, max_count, packed);
+  if (activation == REPLAYSSM_BF16) return choose_conv<__nv_bfloat16, kRecords>(taps, max_count, packed);
+  if (activation == REPLAYSSM_FP16) return choose_conv<__half, kRecords>(taps, max_count, packed);
+  return choose_conv<float, kRecords>(taps, max_count, packed);
 }
 
 }  // namespace
@@ -306,34 +320,31 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
                     stretches,
                     {},
                     rows_aligned(args.in),
+                    rows_aligned(args.out),
                     is_aligned_vector(args.weight),
                     is_aligned_vector(args.bias)};
-  const replayssm_geometry& g = problem.geometry;
-  const int64_t size = element_size(problem.config.activation);
-  auto output = [&](int32_t first, int32_t channels) {
-    const bool aligned = rows_aligned(args.out);
-    return Target{static_cast<char*>(args.out.data), 0, 0, args.out.stride[0] * size, first, channels, 0, aligned};
-  };
-  auto ring = [&](const replayssm_buffer& buffer, int32_t first, int32_t channels) {
-    const int64_t pitch = channels * size, group = problem.ring_rows * pitch;
-    return Target{
-        static_cast<char*>(buffer.base), buffer.slot_stride, group, pitch, first, channels, problem.ring_rows, true};
-  };
   if (args.records) {
+    const replayssm_geometry& g = problem.geometry;
+    const int64_t size = element_size(problem.config.activation);
     const int32_t x_channels = g.num_heads * g.head_dim, b_channels = g.num_groups * g.state_dim;
+    auto ring = [&](const replayssm_buffer& buffer, int32_t first, int32_t channels) {
+      char* const base = static_cast<char*>(buffer.base);
+      const int64_t record = channels * size;
+      return Target{base, buffer.slot_stride, problem.ring_rows * record, record, first, channels, true, true};
+    };
     params.targets[0] = ring(layer.x_ring, 0, x_channels / g.num_groups);
     params.targets[1] = ring(layer.b_ring, x_channels, g.state_dim);
-    params.targets[2] = output(x_channels + b_channels, b_channels);
-  } else {
-    params.targets[0] = output(0, problem.conv_channels);
-    params.targets[1].first = params.targets[2].first = problem.conv_channels;  // none
+    params.targets[2] = {static_cast<char*>(args.out.data), 0,          0,     args.out.stride[0] * size,
+                         x_channels + b_channels,           b_channels, false, params.out_aligned};
   }
   auto packed = [&](const replayssm_tensor& vector, bool aligned) {
     return !vector.data || (vector.dtype == problem.config.activation && aligned);
   };
+  const bool all_packed = packed(args.weight, params.weight_aligned) && packed(args.bias, params.bias_aligned) &&
+                          params.in_aligned && params.out_aligned;
   ConvKernel* const kernel =
-      choose_conv(problem.config.activation, problem.geometry.conv_kernel, args.max_count,
-                  packed(args.weight, params.weight_aligned) && packed(args.bias, params.bias_aligned));
+      (args.records ? choose_conv<true> : choose_conv<false>)(problem.config.activation, problem.geometry.conv_kernel,
+                                                              args.max_count, all_packed);
   return launch_early("conv_step", kernel,
                       static_cast<int64_t>((rows - 1) / rows_each + 1) * stretches * channel_blocks, kThreads, 0, exec,
                       params);
@@ -344,8 +355,10 @@ cudaError_t load_conv_kernels() {
     for (int taps : {4, 8}) {
       for (int max_count : {1, 2}) {
         for (bool packed : {false, true}) {
-          const cudaError_t error = load_kernel(choose_conv(activation, taps, max_count, packed));
-          if (error != cudaSuccess) return error;
+          for (auto* const choose : {choose_conv<false>, choose_conv<true>}) {
+            const cudaError_t error = load_kernel(choose(activation, taps, max_count, packed));
+            if (error != cudaSuccess) return error;
+          }
         }
       }
     }

@@ -66,6 +66,26 @@ __device__ inline void append_chunk(void* ring, int32_t dtype, int64_t index, co
   store_vector<8>(ring, dtype, index, true, value);
 }
 
+// Where a row's new tokens lie, x of a head or B of a group: in the tensor that brings them or, if there is none, in
+// the ring, of which token `wrap` lies in row 0. Indices and strides in elements.
+struct NewRecords {
+  const void* data;
+  int64_t first, stride;  // of token 0, from token to token
+  int wrap, ring_rows;
+
+  // index: of the head or group in the tensor. ring: its records in the row's slot, ring_stride apart.
+  __device__ NewRecords(const replayssm_tensor& tensor, const replayssm_plan_row& row, int index, const void* ring,
+                        int ring_stride, int rows)
+      : data(tensor.data ? tensor.data : ring),
+        first(tensor.data ? row.first_token * tensor.stride[0] + index * tensor.stride[1]
+                          : static_cast<int64_t>(row.ring_row) * ring_stride),
+        stride(tensor.data ? tensor.stride[0] : ring_stride),
+        wrap(tensor.data ? INT32_MAX : rows - row.ring_row),
+        ring_rows(rows) {}
+
+  __device__ int64_t at(int token) const { return first + (token - (token >= wrap ? ring_rows : 0)) * stride; }
+};
+
 // What a thread reads of a row of the state at a time: 16 bytes of a plain format, the codes of 16 columns of a
 // quantised one and what they stand for.
 template <typename Stored>
