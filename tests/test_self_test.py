@@ -16,7 +16,7 @@ from trtllm_replayssm.runtime import Engine
 TINY = Path(__file__).parents[1] / "examples" / "tiny-nemotron-h"
 SIZES = MambaGeometry(num_heads=4, head_dim=64, num_groups=2, state_dim=128)
 MODES = {
-    "step": {},
+    "step": {"mode": "replay"},
     "conv_step": {"speculation": "ngram"},
     "prefill": {},
     "conventional_step": {"mode": "conventional"},

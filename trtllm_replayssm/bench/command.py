@@ -296,8 +296,8 @@ def _kernel_cases(options) -> list:
     known = [*MODES, *(f"peer:{name}" for name in PEERS)]
     if unknown := [mode for mode in options.modes or () if mode not in known]:
         raise ValueError(f"--modes: unknown {unknown[0]!r}, expected some of {' '.join(known)}")
-    missing = {}
-    for mode in options.modes or known:
+    asked, missing = options.modes or (MODES if options.with_conv else known), {}
+    for mode in asked:
         if (peer := peer_of(mode)) and (reason := peer.missing()):
             missing[mode] = reason
             print(f"trtllm-replayssm: {mode} is not measured: {reason}", file=sys.stderr)
@@ -307,13 +307,13 @@ def _kernel_cases(options) -> list:
     ):
         checkpoint, copy = _formats(formats)
         chosen = []
-        for mode in options.modes or known:
+        for mode in asked:
             plain = checkpoint in checkpoints_of(mode) and copy == "none" and not options.no_flush
             peer, most = peer_of(mode), longest_step(mode)
             fits = mode == "replay" or (
                 plain
                 and (tokens > 1 if most is None else tokens <= most)
-                and (peer is None or not (options.with_conv or window > peer.longest_window > 0))
+                and (peer is None or not peer.longest_window or window <= peer.longest_window)
             )
             if mode not in missing and (options.modes or fits):
                 chosen.append(mode)
