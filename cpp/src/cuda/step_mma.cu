@@ -37,8 +37,8 @@
 //     product, and added by the CUDA cores to the tokens that it belongs to.
 //  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
 //     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read. Where jobs are dealt it goes to
-//     memory in blocks, as it came.
+//     rounding. What is stored is kept: the outputs read what the next step will read. It goes to memory in blocks, as
+//     it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
@@ -56,6 +56,11 @@ constexpr int kStepThreads = 32 * (3 + kConsumers);
 constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
+#endif
+#if __CUDA_ARCH__ >= 900
+constexpr bool kSendsBlocks = true;  // from shared memory
+#else
+constexpr bool kSendsBlocks = false;
 #endif
 constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = 4;
@@ -210,13 +215,14 @@ struct Slice {
   // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here and in the checkpoint at `target`. p: the
   // slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all three hold
   // zeros.
-  template <bool kAsBlocks, typename Staged>
+  template <typename Staged>
   __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
                        const float* weight, float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
     const int t = lane % 4;
     const PlainRounding rounding(owner);
     bool finite = true;
+    float zeros[2] = {};  // of float32 states; a NaN if a value is none or infinite, for the fewest instructions
 #pragma unroll 1
     for (int part = 0; part < kBlocks; part += kPart) {
       float state[2][kPart][kVec];
@@ -229,18 +235,27 @@ struct Slice {
       for (int b = 0; b < kPart; ++b) {
         const int row = first_row(lane), column = ((part + b) * 4 + t) * kVec;
         uint4 folded[2];
-        rounding.pack<Stored>(p + row, column, state, b, folded, finite);
+        if constexpr (sizeof(Stored) == 4) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            folded[i] = Packed<Stored>::pack(state[i][b]);
+#pragma unroll
+            for (int v = 0; v < kVec; ++v) zeros[i] = fmaf(state[i][b][v], 0.0f, zeros[i]);
+          }
+        } else {
+          rounding.pack<Stored>(p + row, column, state, b, folded, finite);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           piece(part + b, i) = folded[i];
-          if constexpr (!kAsBlocks) {
+          if constexpr (!kSendsBlocks) {
             __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
           }
         }
       }
     }
-    if (!finite) owner.report_not_finite();
-    if constexpr (kAsBlocks) {
+    if (!finite || zeros[0] + zeros[1] != 0.0f) owner.report_not_finite();
+    if constexpr (kSendsBlocks) {
       finish_stores_before_blocks();
       __syncwarp();
       if (elect_lane()) {
@@ -318,11 +333,6 @@ struct Cta {
   static constexpr bool kDealt = kJobs == Jobs::kDealt;
   static constexpr bool kOneToken = kJobs == Jobs::kSingleTokens;
   using State = Slice<Stored>;
-#if __CUDA_ARCH__ >= 900
-  static constexpr bool kAsBlocks = kDealt;
-#else
-  static constexpr bool kAsBlocks = false;
-#endif
   static constexpr int N = kMaxStateDim;
   static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
   static constexpr int kRowsAtOnce = 32 / kParts;
@@ -843,9 +853,8 @@ struct Cta {
                                    job.row, job.stream,        job.writes};
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.template fold<kAsBlocks>(owner, slice * kSliceWidth, checkpoint, old_x,
-                                           staged(buffer, layout.b) + T * kStride, weights - t,
-                                           floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
+                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
           }
 #pragma unroll 1
           for (int first = 0; first < T; first += kTile) {
@@ -913,8 +922,11 @@ struct Cta {
             }
           }
           if (job.fold) {
-            if constexpr (kAsBlocks) state.await_stored();
-            finish_stores_before_blocks();
+            if constexpr (kSendsBlocks) {
+              state.await_stored();
+            } else {
+              finish_stores_before_blocks();
+            }
           }
           __syncwarp();
           if (lane == 0) arrive(empty + stage);
