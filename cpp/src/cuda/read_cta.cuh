@@ -137,7 +137,8 @@ struct ReadParams {
   int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
-  int x_ring_stride;            // from record to record of a head
+  int x_ring_stride;            // bytes from record to record of a head
+  int x_ring_bytes;             // from row to the same row
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
   Quotient heads, group_heads;  // of a row, of a group
@@ -498,16 +499,19 @@ struct ReadCta {
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    int x, new_x;  // the lane's 16 bytes of its first record and first token
-    int chunk;     // of quantised states
-    int terms;     // of the first head
-    int run_x[2];  // the lane's row of a tile's first slice
-    int out_x;     // of quantised states: the lane's row of the first slice, of the only token
+    int x, new_x;   // the lane's 16 bytes of its first record and first token
+    uint32_t ring;  // where the record comes from, bytes from the ring's row 0 on
+    int chunk;      // of quantised states
+    int terms;      // of the first head
+    int run_x[2];   // the lane's row of a tile's first slice
+    int out_x;      // of quantised states: the lane's row of the first slice, of the only token
 
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+      const int oldest = cta.row.ring_row - cta.history;
+      ring = cta.wrapped((oldest + (oldest < 0 ? cta.problem.ring_rows : 0) + cta.x_row) * cta.params.x_ring_stride);
     }
     // What is read of a head that has been requested.
     __device__ void find_inputs(const ReadCta& cta) {
@@ -559,26 +563,30 @@ struct ReadCta {
   __device__ void request_head(const Head& head, const Places& places) const {
     // Else it is zero, there, or comes slice by slice.
     if (!kPlain && has_state() && !kKeeps) request_state(head.state);
-    if (!kKeeps) request_x(head, staged(places.x), staged(places.new_x));  // else x is there
+    if (!kKeeps) request_x(head, places);  // else x is there
   }
-  // x of all records. The targets are those of the lane's first record, and of its first token.
-  __device__ void request_x(const Head& head, Staged* target, Staged* new_target) const {
-    int position = row.ring_row - history + x_row;
-    if (position < 0) position += problem.ring_rows;
+  // x of all records.
+  __device__ void request_x(const Head& head, const Places& places) const {
+    Staged* target = staged(places.x);
+    uint32_t from = places.ring;
 #pragma unroll 1
     for (int i = x_row; i < from_ring(); i += x_rows) {
-      if (position >= problem.ring_rows) position -= problem.ring_rows;
-      request_16_bytes(target, head.ring + position * params.x_ring_stride);
-      target += x_rows * layout.x_stride, position += x_rows;
+      request_16_bytes(target, beyond(head.ring, from));
+      target += x_rows * layout.x_stride;
+      from = wrapped(from + x_rows * params.x_ring_stride);
     }
     if (!params.scan.append) return;
+    target = staged(places.new_x);
     const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
-      request_input(new_target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      request_input(target, source, params.scan.x_aligned);
       if (kSingle) break;
+      target += x_rows * layout.x_stride;
     }
   }
+  // A place in the ring of x that may be one round too far.
+  __device__ uint32_t wrapped(uint32_t bytes) const { return min(bytes, bytes - params.x_ring_bytes); }
 
   __device__ void request_state(const char* source) const {
     const int bytes = params.state_bytes;
@@ -677,7 +685,7 @@ struct ReadCta {
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows) {
       const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
-      *reinterpret_cast<uint4*>(head.ring + position * params.x_ring_stride) =
+      *reinterpret_cast<uint4*>(beyond(head.ring, position * params.x_ring_stride)) =
           *reinterpret_cast<const uint4*>(staged(places.new_x) + (s - x_row) * layout.x_stride);
       if (kSingle) break;
     }
@@ -924,7 +932,7 @@ struct ReadCta {
     for (int i = tid; i < h * parts; i += kThreads) {
       const int record = params.x_parts(i), column = (i - record * parts) * 8;
       request_16_bytes(folded_x() + (h - 1 - record) * P + column,
-                       ring + ring_before(record) * params.x_ring_stride + column);
+                       beyond(ring, ring_before(record) * params.x_ring_stride) + column);
     }
 #if __CUDA_ARCH__ >= 900
     arrive_with_requests(fold_barrier());
@@ -1616,8 +1624,7 @@ struct ReadCta {
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
-      Staged* const target = staged(x_at()) + x_row * layout.x_stride + x_column;  // there is no history
-      request_x(Head(*this, 0), target, target);
+      request_x(Head(*this, 0), Places(*this));
     }
     close_group();
   }

@@ -250,7 +250,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.rows = rows;
   params.heads_per_group = g.num_heads / g.num_groups;
   params.slices = g.head_dim / kSliceWidth;
-  params.x_ring_stride = params.heads_per_group * g.head_dim;
+  params.x_ring_stride = 2 * params.heads_per_group * g.head_dim;
+  params.x_ring_bytes = problem.ring_rows * params.x_ring_stride;
   params.heads = Quotient(g.num_heads);
   params.group_heads = Quotient(params.heads_per_group);
   params.x_parts = Quotient(g.head_dim / 8);
