@@ -1265,10 +1265,12 @@ struct ReadCta {
     const float* const v = floats(layout.v) + k * layout.delta_stride;
     const float* const product = floats(layout.g) + s * layout.g_stride;
     const float* const u = terms + layout.tokens + s;
-    auto of = [&](int record) {
+    auto of = [&](int record) {  // no branches: lanes differ
       record += 16 * tile + 2 * t;
       const int r = record - history;
-      return r < 0 ? __fmul_rn(__fmul_rn(v[record], product[record]), since) : r <= s ? u[r * layout.tokens] : 0.0f;
+      const float weight = *(r < 0 ? v + record : u + min(r, s) * layout.tokens);
+      const float of_new = r <= s ? weight : 0.0f;
+      return kFolds || r >= 0 ? of_new : __fmul_rn(__fmul_rn(weight, product[record]), since);
     };
     return make_float4(of(0), of(1), of(8), of(9));
   }
