@@ -522,10 +522,11 @@ struct ReadCta {
       if (!kPlain) out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
-  // The same for the query of a row's only token, to a quantised state.
+  // The same for queries to a quantised state.
   struct QueryPlaces {
     int head_scale;
     int column_scales, query, scaled;  // of the two words of C that the lane scales
+    // Of a row's only token:
     int operand;
     int weights, next_weights;  // of the history: of the first head; from head to head
     int part;                   // that the lane takes of them
@@ -1310,16 +1311,19 @@ struct ReadCta {
     }
   }
 
-  // The head's column scales times C; for a whole warp, which has a copy of its own.
-  __device__ void scale_query(const QueryPlaces& places) const {
+  // The head's column scales in FP16, times C if it is one token's; for a whole warp, which has a copy of its own.
+  template <bool kTimesQuery>
+  __device__ void scale_columns(const QueryPlaces& places) const {
     if constexpr (State::kColumnScales) {
       const char* const scales = shared + places.column_scales;
       const uint32_t pairs = __byte_perm(*reinterpret_cast<const uint16_t*>(scales),
                                          *reinterpret_cast<const uint16_t*>(scales + State::kColumnStep), 0x5140);
-      const __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
-      const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query);
-      *reinterpret_cast<uint2*>(shared + places.scaled) =
-          make_uint2(bits_of(__hmul2(halves_of(v.x), first)), bits_of(__hmul2(halves_of(v.y), second)));
+      __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
+      if constexpr (kTimesQuery) {
+        const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query);
+        first = __hmul2(halves_of(v.x), first), second = __hmul2(halves_of(v.y), second);
+      }
+      *reinterpret_cast<uint2*>(shared + places.scaled) = make_uint2(bits_of(first), bits_of(second));
       __syncwarp();
     }
   }
@@ -1338,7 +1342,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
                                              Head& head, bool last) const {
     const int tiles = (history + 15) / 16;
-    scale_query(of_query);
+    scale_columns<true>(of_query);
     const float* const terms = floats(terms_at);
     float4 of_token;  // exp(f), u, d, the scale of the query
     if constexpr (kSingle) {
@@ -1407,14 +1411,14 @@ struct ReadCta {
 
   // The same of several tokens, eight at a time. A lane gets rows g and g + 8 of tokens 2t and 2t + 1, and exchanges
   // them for those that it stores.
-  __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Head& head, bool last) const {
+  __device__ __forceinline__ void read_tokens(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
+                                              Head& head, bool last) const {
     constexpr int kTokens = 8;
+    scale_columns<false>(of_query);
     Staged* const head_out = head.out;
     const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
-    const char* const scales =
-        shared + places.chunk + params.state_bytes - 16;  // of the head, and before it of columns
-    const float scale = State::head_scale(scales) * (kFolds ? 1.0f : floats(layout.decay)[k]);
+    const float scale = State::head_scale(shared + of_query.head_scale) * (kFolds ? 1.0f : floats(layout.decay)[k]);
 #pragma unroll 1
     for (int first = 0; first < T; first += kTokens) {
       const int own = min(first + g, T - 1);
@@ -1422,7 +1426,13 @@ struct ReadCta {
 #pragma unroll
       for (int i = 0; i < kProducts / 2; ++i) {
         const int at = layout.query + own * kQueryStride * 4 + 64 * i + 16 * t;
-        query[i] = State::scale_query(*reinterpret_cast<const uint4*>(shared + at), scales - N, t, i);
+        query[i] = *reinterpret_cast<const uint4*>(shared + at);
+        if constexpr (State::kColumnScales) {
+          const int columns = layout.scaled + warp * kQueryStride * 4 + 64 * i + 16 * t;
+          const uint4 factor = *reinterpret_cast<const uint4*>(shared + columns);
+          query[i] = make_uint4(multiply_halves(query[i].x, factor.x), multiply_halves(query[i].y, factor.y),
+                                multiply_halves(query[i].z, factor.z), multiply_halves(query[i].w, factor.w));
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -1682,7 +1692,7 @@ struct ReadCta {
     close_group();
     places.find_inputs(*this);
     QueryPlaces of_query;
-    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
+    if constexpr (!kPlain) of_query = QueryPlaces(*this);
     if constexpr (!kFolds) {
       prepare(load_tokens());
     } else if (team_bits > 0 && !kKeeps) {
@@ -1701,12 +1711,10 @@ struct ReadCta {
       if constexpr (kPlain) {
         read_plain(k, places, terms, head.out, slices);
         take_next(head, places, last);
-      } else if (kSingle) {
+      } else if (reads_one()) {
         read_token(k, places, of_query, terms, head, last);
-      } else if (T == 1) {
-        read_token(k, places, QueryPlaces(*this), terms, head, last);
       } else {
-        read_tokens(k, places, terms, head, last);
+        read_tokens(k, places, of_query, terms, head, last);
       }
       if (last) break;
       terms += kWarps * 4 * layout.terms_stride;
