@@ -232,8 +232,11 @@ struct ReadCta {
   static constexpr int kAtOnce = kSingle && !kFolds ? 2 : 1;  // slices, of a row's only token
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   static constexpr int kSlotArrivals = 1;
+  // Blocks take fewer instructions, but longer, above all behind the slices of plain checkpoints.
+  static constexpr bool kBlocksOfB = !kFolds && !kWide && !kPlain;
 #else
   static constexpr int kSlotArrivals = 32;
+  static constexpr bool kBlocksOfB = false;
 #endif
   static constexpr int kRowParts = N / 8, kRowsAtOnce = kThreads / kRowParts;  // of 16 bytes, of B and C
 
@@ -379,8 +382,7 @@ struct ReadCta {
   __device__ void request_b() const {
     const int count = from_ring();
     Staged* const B = staged(layout.b);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (!kFolds) {
+    if constexpr (kBlocksOfB) {
       if (warp == kWarps - 1 && elect_lane()) {
         constexpr int kBytes = N * sizeof(Staged);
         const Staged* const ring = b_ring();
@@ -391,7 +393,6 @@ struct ReadCta {
       }
       return;
     }
-#endif
     const int column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + column;
 #pragma unroll 1
@@ -876,9 +877,7 @@ struct ReadCta {
   __device__ void prepare(const TokenInputs& inputs) const {
     await_groups<1>();
     synchronise();
-#if __CUDA_ARCH__ >= 900
-    if (!kFolds) await(fold_barrier(), 0);
-#endif
+    if (kBlocksOfB) await(fold_barrier(), 0);
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
@@ -1257,23 +1256,23 @@ struct ReadCta {
   }
   // The same of the history and of the new tokens up to s, which count from exp(f_s) S C_s on.
   __device__ float4 weights_of_run(int k, int s, int tile, const float* terms) const {
-    const float since = terms[s];
-    if (16 * tile + 16 <= history) {
-      const float4 weights = weights_of(k, s, tile);
-      return make_float4(__fmul_rn(weights.x, since), __fmul_rn(weights.y, since), __fmul_rn(weights.z, since),
-                         __fmul_rn(weights.w, since));
+    float4 weights = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (!kFolds) {
+      const float4 before = weights_of(k, s, tile);
+      const float since = terms[s];
+      weights = make_float4(__fmul_rn(before.x, since), __fmul_rn(before.y, since), __fmul_rn(before.z, since),
+                            __fmul_rn(before.w, since));
     }
-    const float* const v = floats(layout.v) + k * layout.delta_stride;
-    const float* const product = floats(layout.g) + s * layout.g_stride;
-    const float* const u = terms + layout.tokens + s;
-    auto of = [&](int record) {  // no branches: lanes differ
-      record += 16 * tile + 2 * t;
-      const int r = record - history;
-      const float weight = *(r < 0 ? v + record : u + min(r, s) * layout.tokens);
-      const float of_new = r <= s ? weight : 0.0f;
-      return kFolds || r >= 0 ? of_new : __fmul_rn(__fmul_rn(weight, product[record]), since);
-    };
-    return make_float4(of(0), of(1), of(8), of(9));
+    if (16 * tile + 16 > history) {
+      const float* const u = terms + layout.tokens + s;
+      auto of = [&](int record, float before) {
+        const int r = record + 16 * tile + 2 * t - history;
+        const float of_new = kSingle ? *u : u[max(min(r, s), 0) * layout.tokens];  // no branches: lanes differ
+        return r < 0 ? before : r <= s ? of_new : 0.0f;
+      };
+      weights = make_float4(of(0, weights.x), of(1, weights.y), of(8, weights.z), of(9, weights.w));
+    }
+    return weights;
   }
   // Records that a product over them takes; a row's only token is added apart, unless the state is plain.
   __device__ int run_length() const { return reads_one() ? history : history + T; }
@@ -1606,7 +1605,8 @@ struct ReadCta {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
-    if (kFolds ? tid == 0 : warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), kFolds ? 1 + kThreads : 1);
+    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
+    if (kBlocksOfB && warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), 1);
     finish_stores_before_blocks();
     if (kFolds) {
       synchronise();  // all threads arrive at fold_barrier()
