@@ -134,6 +134,7 @@ struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
   int flush_spacing;            // of so many CTAs one folds, as a power of two
+  int first_block;              // the first CTA counts as this one, others follow it around
   int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
