@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "head_fold.cuh"
 #include "plain_operands.cuh"
@@ -134,7 +135,6 @@ struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
   int flush_spacing;            // of so many CTAs one folds, as a power of two
-  int first_block;              // the first CTA counts as this one, others follow it around
   int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
@@ -152,6 +152,7 @@ struct ReadParams {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
+  int first_block;     // the first CTA counts as this one, others follow it around
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
@@ -210,6 +211,26 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int i = 0; i < kWords; i += kLine) first[i / kLine] = words[i];
 #pragma unroll
   for (int value : first) asm volatile("" ::"r"(value));
+}
+
+// A row of a plan that may not be there yet, of what a step needs, and a value: past the L1.
+__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
+  replayssm_plan_row row = {};
+  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, count) == 32);
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(row.slot), "=r"(row.first_token)
+               : "l"(&planned.slot)
+               : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(row.count), "=r"(row.history), "=r"(row.flags), "=r"(row.ring_row)
+               : "l"(&planned.count)
+               : "memory");
+  return row;
+}
+__device__ inline float load_past_l1(const float* source) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  return value;
 }
 
 // Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
@@ -342,6 +363,27 @@ struct ReadCta {
     return index;
   }
 
+  // kPaired: take() before await_previous(), by what the plan says then.
+  __device__ bool peek() {
+    row = peek_row(params.scan.planned[row_index]);
+    return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
+           row.ring_row >= 0 && row.ring_row < problem.ring_rows && consider(false);
+  }
+  // Whether the row is still what peek() has found.
+  __device__ bool is_still(const replayssm_plan_row& now) const {
+    return now.slot == row.slot && now.first_token == row.first_token && now.count == row.count &&
+           now.history == row.history && now.flags == row.flags && now.ring_row == row.ring_row;
+  }
+
+  // Which heads are the task-th part of all.
+  __device__ void find(uint32_t task) {
+    row_index = params.ctas(task);
+    const uint32_t rest = task - row_index * params.ctas.divisor;
+    group = params.chunks(rest);
+    group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
+    heads = min(params.cta_heads, params.heads_per_group - group_head);
+  }
+
   // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
     if (kKeeps) {
@@ -354,15 +396,16 @@ struct ReadCta {
       group_head = (task - of_group * chunks) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
-      row_index = params.ctas(task);
-      const uint32_t rest = task - row_index * params.ctas.divisor;
-      group = params.chunks(rest);
-      group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
-      heads = min(params.cta_heads, params.heads_per_group - group_head);
+      find(task);
     }
     row = params.scan.planned[row_index];
+    return consider(true);
+  }
+
+  // Whether the row, which is known, gives the CTA work.
+  __device__ bool consider(bool reports) {
     if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
-               !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+               reports && !kFolds && group == 0 && group_head == 0 && tid == 0) ||
         row.count == 0) {
       return false;
     }
@@ -379,9 +422,8 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
-  // Of B, what comes from the ring: one run of it or two.
-  __device__ void request_b() const {
-    const int count = from_ring();
+  // Of B, staged records from `first` on that come from the ring: one run of it or two.
+  __device__ void request_b(int first_record, int count) const {
     Staged* const B = staged(layout.b);
     if constexpr (kBlocksOfB) {
       if (warp == kWarps - 1 && elect_lane()) {
@@ -397,15 +439,20 @@ struct ReadCta {
     const int column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + column;
 #pragma unroll 1
-    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+    for (int i = first_record + turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
       request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
     }
   }
 
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
+    request_b(0, from_ring());
+    request_new_group();
+    request_delta();
+  }
+  // C, and B of tokens that come as tensors.
+  __device__ void request_new_group() const {
     const int part_column = tid % kRowParts * 8;
-    request_b();
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
@@ -429,6 +476,8 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
+  }
+  __device__ void request_delta() const {
     if (kKeeps) {
       if (warp == 4) {
         const float* const source = delta_ring(0);
@@ -457,6 +506,8 @@ struct ReadCta {
         const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
         if (params.delta_part == 4) {
           request_16_bytes(&delta(k, record), part);
+        } else if (kPaired) {
+          delta(k, record) = load_past_l1(part);  // before await_previous() no line may be left in the L1
         } else {
           request_4_bytes(&delta(k, record), part);
         }
@@ -478,6 +529,7 @@ struct ReadCta {
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
+    Head() = default;
     __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
       const replayssm_scan_args& args = cta.args;
       const int64_t first_token = cta.row.first_token;
@@ -501,6 +553,7 @@ struct ReadCta {
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
+    Places() = default;
     int x, new_x;   // the lane's 16 bytes of its first record and first token
     uint32_t ring;  // where the record comes from, bytes from the ring's row 0 on
     int chunk;      // of quantised states
@@ -570,16 +623,20 @@ struct ReadCta {
   }
   // x of all records.
   __device__ void request_x(const Head& head, const Places& places) const {
-    Staged* target = staged(places.x);
-    uint32_t from = places.ring;
+    request_x_of_ring(head, staged(places.x), places.ring, from_ring());
+    if (params.scan.append) request_x_of_tokens(head, places);
+  }
+  // The lane's records of `count`. target, from: of the first one.
+  __device__ void request_x_of_ring(const Head& head, Staged* target, uint32_t from, int count) const {
 #pragma unroll 1
-    for (int i = x_row; i < from_ring(); i += x_rows) {
+    for (int i = x_row; i < count; i += x_rows) {
       request_16_bytes(target, beyond(head.ring, from));
       target += x_rows * layout.x_stride;
       from = wrapped(from + x_rows * params.x_ring_stride);
     }
-    if (!params.scan.append) return;
-    target = staged(places.new_x);
+  }
+  __device__ void request_x_of_tokens(const Head& head, const Places& places) const {
+    Staged* target = staged(places.new_x);
     const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
@@ -619,6 +676,7 @@ struct ReadCta {
     const char* next;      // to request
     int gap;               // bytes between the warp's slices of two heads
     int left, of_head;     // to request: in all; of the head of `next`
+    int requested;         // the first ones, all at once
     int own;               // of a head
     int places, barriers;  // of the slots, bytes in shared memory
     int slot;              // to be read
@@ -668,6 +726,7 @@ struct ReadCta {
       }
     }
     __syncwarp();
+    slices.requested = min(slices.left, kSlots);
 #pragma unroll 1
     for (int i = 0; i < kSlots; ++i) request_slice(slices, i);
   }
@@ -876,8 +935,10 @@ struct ReadCta {
 
   // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
   __device__ void prepare(const TokenInputs& inputs) const {
-    await_groups<1>();
-    synchronise();
+    if (!kPaired) {  // else all has been awaited
+      await_groups<1>();
+      synchronise();
+    }
     if (kBlocksOfB) await(fold_barrier(), 0);
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
@@ -1627,13 +1688,18 @@ struct ReadCta {
     synchronise();
   }
 
-  // What precedes a group's heads.
-  __device__ __forceinline__ void begin() const {
+  // Where none have been stored.
+  __device__ void clear_states() const {
     if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+  }
+
+  // What precedes a group's heads.
+  __device__ __forceinline__ void begin() const {
+    clear_states();
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
@@ -1700,6 +1766,95 @@ struct ReadCta {
       if (team < heads) await_head(0);
       synchronise();
     }
+    read_heads(head, places, of_query, slices);
+    if (kKeeps && elect_lane()) await_blocks_read();
+  }
+
+  // kPaired: the task-th part of all heads. What steps before have left is requested before the kernel before has
+  // ended, by what the plan says then; should the plan say something else afterwards, all is done anew. Warps may have
+  // found different things.
+  __device__ __forceinline__ void step(uint32_t task) {
+    set_up();
+    Head head;
+    Places places;
+    QueryPlaces of_query;
+    Slices slices;
+    TokenInputs inputs;
+    find(task);
+    bool known = !params.scan.flushed && peek(), sure = false;
+#pragma unroll 1
+    while (true) {
+      if (known) {
+        head = Head(*this, team);
+        places = Places(*this);
+        clear_states();
+        request_b(0, history);
+        if constexpr (kPlain) {
+          slices = Slices(*this, head);
+          begin_slices(slices);
+        }
+        if (team < heads) {
+          if (!kPlain && has_state()) request_state(head.state);
+          request_x_of_ring(head, staged(places.x), places.ring, history);
+        }
+        request_delta();
+        places.find_inputs(*this);
+        if constexpr (!kPlain) of_query = QueryPlaces(*this);
+      }
+      if (!sure) await_previous();
+      const replayssm_plan_row now = params.scan.planned[row_index];
+      if (known) {
+        request_b(history, from_ring());
+        request_new_group();
+        if (team < heads) {
+          if (params.scan.append) {
+            request_x_of_tokens(head, places);
+          } else {
+            const uint32_t from = static_cast<uint32_t>(row.ring_row + x_row) * params.x_ring_stride;
+            request_x_of_ring(head, staged(places.x) + history * layout.x_stride, wrapped(from), T);
+          }
+        }
+        inputs = load_tokens();
+      }
+      await_requests();
+      if (agree(known && (sure || is_still(now)))) break;
+      if (known) await_blocks(slices);
+      if (!take(task)) return;
+      end();
+      set_up();
+      known = sure = true;
+    }
+    prepare(inputs);
+    read_heads(head, places, of_query, slices);
+  }
+
+  // Whether all threads that share barriers say so, after which they are together.
+  __device__ bool agree(bool yes) const {
+    int all;
+    asm volatile(
+        "{ .reg .pred yes, all; setp.ne.b32 yes, %1, 0; barrier.red.and.pred all, %2, %3, yes; selp.b32 %0, 1, 0, all; "
+        "}"
+        : "=r"(all)
+        : "r"(static_cast<int>(yes)), "r"(1 + step_half()), "n"(kThreads)
+        : "memory");
+    return all != 0;
+  }
+  // Until what step() has requested of states is there.
+  __device__ void await_blocks(const Slices& slices) const {
+    if (!has_state()) return;
+    if constexpr (kPlain) {
+#pragma unroll 1
+      for (int i = 0; i < slices.requested; ++i) await(barrier_of(slices, i), 0);
+    } else if (team < heads && member == 0) {
+#if __CUDA_ARCH__ >= 900
+      await(barrier(), 0);
+#endif
+    }
+  }
+
+  // The outputs of the team's heads, of which the first has been requested.
+  __device__ __forceinline__ void read_heads(Head& head, const Places& places, const QueryPlaces& of_query,
+                                             Slices& slices) const {
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
@@ -1721,7 +1876,6 @@ struct ReadCta {
       terms += kWarps * 4 * layout.terms_stride;
       parity ^= 1;
     }
-    if (kKeeps && elect_lane()) await_blocks_read();
   }
 };
 

@@ -128,21 +128,24 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
     fetch_parameters(params);
   }
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
-  int block = blockIdx.x;
-  if constexpr (kWide) {
-    block += params.first_block;
-    if (block >= static_cast<int>(gridDim.x)) block -= gridDim.x;
-  }
-  const int spacing = params.flush_spacing, before = block >> spacing;  // that many CTAs fold
+  auto block = [&] {  // read anew where it is needed, in place of a register
+    const uint32_t index = blockIdx.x + (kWide ? params.first_block : 0);
+    return kWide && index >= gridDim.x ? index - gridDim.x : index;
+  };
+  const int spacing = params.flush_spacing, before = block() >> spacing;  // that many CTAs fold
   const bool among = before < params.flush_ctas;
-  if (!among || before << spacing != block) {
+  if (!among || before << spacing != block()) {
     using Cta = ReadCta<Format, Staged, false, kSingle, kWide>;
-    const int task = block - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
+    const int task = block() - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
     if (kWide && task >= params.step_tasks) return;
     Cta cta(params, shared, params.team_bits);
-    cta.set_up();
-    await_previous();
-    if (cta.take(task)) cta.run();
+    if constexpr (kWide) {
+      cta.step(task);
+    } else {
+      cta.set_up();
+      await_previous();
+      if (cta.take(task)) cta.run();
+    }
     return;
   }
   using Cta = ReadCta<Format, Staged, true, kSingle, kWide>;
