@@ -367,7 +367,8 @@ struct ReadCta {
   __device__ bool peek() {
     row = peek_row(params.scan.planned[row_index]);
     return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
-           row.ring_row >= 0 && row.ring_row < problem.ring_rows && consider(false);
+           row.ring_row >= 0 && row.ring_row < problem.ring_rows && row.history + row.count <= problem.config.window &&
+           consider(false);
   }
   // Whether the row is still what peek() has found.
   __device__ bool is_still(const replayssm_plan_row& now) const {
@@ -1771,8 +1772,8 @@ struct ReadCta {
   }
 
   // kPaired: the task-th part of all heads. What steps before have left is requested before the kernel before has
-  // ended, by what the plan says then; should the plan say something else afterwards, all is done anew. Warps may have
-  // found different things.
+  // ended, by what the plan says then (no flush op comes between, whose rows these launches fold); should the plan say
+  // something else afterwards, all is done anew. Warps may have found different things.
   __device__ __forceinline__ void step(uint32_t task) {
     set_up();
     Head head;
@@ -1781,7 +1782,7 @@ struct ReadCta {
     Slices slices;
     TokenInputs inputs;
     find(task);
-    bool known = !params.scan.flushed && peek(), sure = false;
+    bool known = peek(), sure = false;
 #pragma unroll 1
     while (true) {
       if (known) {
