@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "head_fold.cuh"
 #include "plain_operands.cuh"
@@ -137,7 +138,8 @@ struct ReadParams {
   int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
   int fold_team_bits;           // the least of CTAs that fold
   int heads_per_group, slices;  // slices a head
-  int x_ring_stride;            // from record to record of a head
+  int x_ring_stride;            // bytes from record to record of a head
+  int x_ring_bytes;             // from row to the same row
   int team_bits;                // 1 << team_bits warps work on a head,
   int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
   Quotient heads, group_heads;  // of a row, of a group
@@ -150,6 +152,7 @@ struct ReadParams {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
+  int first_block;     // the first CTA counts as this one, others follow it around
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
@@ -210,6 +213,26 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int value : first) asm volatile("" ::"r"(value));
 }
 
+// A row of a plan that may not be there yet, of what a step needs, and a value: past the L1.
+__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
+  replayssm_plan_row row = {};
+  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, count) == 32);
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(row.slot), "=r"(row.first_token)
+               : "l"(&planned.slot)
+               : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(row.count), "=r"(row.history), "=r"(row.flags), "=r"(row.ring_row)
+               : "l"(&planned.count)
+               : "memory");
+  return row;
+}
+__device__ inline float load_past_l1(const float* source) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  return value;
+}
+
 // Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
 __device__ inline uint32_t fold_chunks(const ReadParams& params, int bits) {
   return static_cast<uint32_t>(params.heads_per_group + (1 << bits) - 1) >> bits;
@@ -231,8 +254,11 @@ struct ReadCta {
   static constexpr int kAtOnce = kSingle && !kFolds ? 2 : 1;  // slices, of a row's only token
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   static constexpr int kSlotArrivals = 1;
+  // Blocks take fewer instructions, but longer, above all behind the slices of plain checkpoints.
+  static constexpr bool kBlocksOfB = !kFolds && !kWide && !kPlain;
 #else
   static constexpr int kSlotArrivals = 32;
+  static constexpr bool kBlocksOfB = false;
 #endif
   static constexpr int kRowParts = N / 8, kRowsAtOnce = kThreads / kRowParts;  // of 16 bytes, of B and C
 
@@ -337,6 +363,28 @@ struct ReadCta {
     return index;
   }
 
+  // kPaired: take() before await_previous(), by what the plan says then.
+  __device__ bool peek() {
+    row = peek_row(params.scan.planned[row_index]);
+    return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
+           row.ring_row >= 0 && row.ring_row < problem.ring_rows && row.history + row.count <= problem.config.window &&
+           consider(false);
+  }
+  // Whether the row is still what peek() has found.
+  __device__ bool is_still(const replayssm_plan_row& now) const {
+    return now.slot == row.slot && now.first_token == row.first_token && now.count == row.count &&
+           now.history == row.history && now.flags == row.flags && now.ring_row == row.ring_row;
+  }
+
+  // Which heads are the task-th part of all.
+  __device__ void find(uint32_t task) {
+    row_index = params.ctas(task);
+    const uint32_t rest = task - row_index * params.ctas.divisor;
+    group = params.chunks(rest);
+    group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
+    heads = min(params.cta_heads, params.heads_per_group - group_head);
+  }
+
   // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
     if (kKeeps) {
@@ -349,15 +397,16 @@ struct ReadCta {
       group_head = (task - of_group * chunks) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
-      row_index = params.ctas(task);
-      const uint32_t rest = task - row_index * params.ctas.divisor;
-      group = params.chunks(rest);
-      group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
-      heads = min(params.cta_heads, params.heads_per_group - group_head);
+      find(task);
     }
     row = params.scan.planned[row_index];
+    return consider(true);
+  }
+
+  // Whether the row, which is known, gives the CTA work.
+  __device__ bool consider(bool reports) {
     if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
-               !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+               reports && !kFolds && group == 0 && group_head == 0 && tid == 0) ||
         row.count == 0) {
       return false;
     }
@@ -374,12 +423,10 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
-  // Of B, what comes from the ring: one run of it or two.
-  __device__ void request_b() const {
-    const int count = from_ring();
+  // Of B, staged records from `first` on that come from the ring: one run of it or two.
+  __device__ void request_b(int first_record, int count) const {
     Staged* const B = staged(layout.b);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (!kFolds) {
+    if constexpr (kBlocksOfB) {
       if (warp == kWarps - 1 && elect_lane()) {
         constexpr int kBytes = N * sizeof(Staged);
         const Staged* const ring = b_ring();
@@ -390,19 +437,23 @@ struct ReadCta {
       }
       return;
     }
-#endif
     const int column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + column;
 #pragma unroll 1
-    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+    for (int i = first_record + turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
       request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
     }
   }
 
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
+    request_b(0, from_ring());
+    request_new_group();
+    request_delta();
+  }
+  // C, and B of tokens that come as tensors.
+  __device__ void request_new_group() const {
     const int part_column = tid % kRowParts * 8;
-    request_b();
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
@@ -426,6 +477,8 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
+  }
+  __device__ void request_delta() const {
     if (kKeeps) {
       if (warp == 4) {
         const float* const source = delta_ring(0);
@@ -454,6 +507,8 @@ struct ReadCta {
         const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
         if (params.delta_part == 4) {
           request_16_bytes(&delta(k, record), part);
+        } else if (kPaired) {
+          delta(k, record) = load_past_l1(part);  // before await_previous() no line may be left in the L1
         } else {
           request_4_bytes(&delta(k, record), part);
         }
@@ -475,6 +530,7 @@ struct ReadCta {
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
+    Head() = default;
     __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
       const replayssm_scan_args& args = cta.args;
       const int64_t first_token = cta.row.first_token;
@@ -498,16 +554,20 @@ struct ReadCta {
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    int x, new_x;  // the lane's 16 bytes of its first record and first token
-    int chunk;     // of quantised states
-    int terms;     // of the first head
-    int run_x[2];  // the lane's row of a tile's first slice
-    int out_x;     // of quantised states: the lane's row of the first slice, of the only token
+    Places() = default;
+    int x, new_x;   // the lane's 16 bytes of its first record and first token
+    uint32_t ring;  // where the record comes from, bytes from the ring's row 0 on
+    int chunk;      // of quantised states
+    int terms;      // of the first head
+    int run_x[2];   // the lane's row of a tile's first slice
+    int out_x;      // of quantised states: the lane's row of the first slice, of the only token
 
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
+      const int oldest = cta.row.ring_row - cta.history;
+      ring = cta.wrapped((oldest + (oldest < 0 ? cta.problem.ring_rows : 0) + cta.x_row) * cta.params.x_ring_stride);
     }
     // What is read of a head that has been requested.
     __device__ void find_inputs(const ReadCta& cta) {
@@ -518,10 +578,11 @@ struct ReadCta {
       if (!kPlain) out_x = keep(cta.new_x_at() + 2 * (cta.first_slice * kSliceWidth + cta.output_row()));
     }
   };
-  // The same for the query of a row's only token, to a quantised state.
+  // The same for queries to a quantised state.
   struct QueryPlaces {
     int head_scale;
     int column_scales, query, scaled;  // of the two words of C that the lane scales
+    // Of a row's only token:
     int operand;
     int weights, next_weights;  // of the history: of the first head; from head to head
     int part;                   // that the lane takes of them
@@ -559,26 +620,34 @@ struct ReadCta {
   __device__ void request_head(const Head& head, const Places& places) const {
     // Else it is zero, there, or comes slice by slice.
     if (!kPlain && has_state() && !kKeeps) request_state(head.state);
-    if (!kKeeps) request_x(head, staged(places.x), staged(places.new_x));  // else x is there
+    if (!kKeeps) request_x(head, places);  // else x is there
   }
-  // x of all records. The targets are those of the lane's first record, and of its first token.
-  __device__ void request_x(const Head& head, Staged* target, Staged* new_target) const {
-    int position = row.ring_row - history + x_row;
-    if (position < 0) position += problem.ring_rows;
+  // x of all records.
+  __device__ void request_x(const Head& head, const Places& places) const {
+    request_x_of_ring(head, staged(places.x), places.ring, from_ring());
+    if (params.scan.append) request_x_of_tokens(head, places);
+  }
+  // The lane's records of `count`. target, from: of the first one.
+  __device__ void request_x_of_ring(const Head& head, Staged* target, uint32_t from, int count) const {
 #pragma unroll 1
-    for (int i = x_row; i < from_ring(); i += x_rows) {
-      if (position >= problem.ring_rows) position -= problem.ring_rows;
-      request_16_bytes(target, head.ring + position * params.x_ring_stride);
-      target += x_rows * layout.x_stride, position += x_rows;
+    for (int i = x_row; i < count; i += x_rows) {
+      request_16_bytes(target, beyond(head.ring, from));
+      target += x_rows * layout.x_stride;
+      from = wrapped(from + x_rows * params.x_ring_stride);
     }
-    if (!params.scan.append) return;
+  }
+  __device__ void request_x_of_tokens(const Head& head, const Places& places) const {
+    Staged* target = staged(places.new_x);
     const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
-      request_input(new_target + (s - x_row) * layout.x_stride, source, params.scan.x_aligned);
+      request_input(target, source, params.scan.x_aligned);
       if (kSingle) break;
+      target += x_rows * layout.x_stride;
     }
   }
+  // A place in the ring of x that may be one round too far.
+  __device__ uint32_t wrapped(uint32_t bytes) const { return min(bytes, bytes - params.x_ring_bytes); }
 
   __device__ void request_state(const char* source) const {
     const int bytes = params.state_bytes;
@@ -608,6 +677,7 @@ struct ReadCta {
     const char* next;      // to request
     int gap;               // bytes between the warp's slices of two heads
     int left, of_head;     // to request: in all; of the head of `next`
+    int requested;         // the first ones, all at once
     int own;               // of a head
     int places, barriers;  // of the slots, bytes in shared memory
     int slot;              // to be read
@@ -657,6 +727,7 @@ struct ReadCta {
       }
     }
     __syncwarp();
+    slices.requested = min(slices.left, kSlots);
 #pragma unroll 1
     for (int i = 0; i < kSlots; ++i) request_slice(slices, i);
   }
@@ -677,7 +748,7 @@ struct ReadCta {
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows) {
       const int position = kSingle ? row.ring_row : ring_position(row.ring_row, s, problem.ring_rows);
-      *reinterpret_cast<uint4*>(head.ring + position * params.x_ring_stride) =
+      *reinterpret_cast<uint4*>(beyond(head.ring, position * params.x_ring_stride)) =
           *reinterpret_cast<const uint4*>(staged(places.new_x) + (s - x_row) * layout.x_stride);
       if (kSingle) break;
     }
@@ -865,11 +936,11 @@ struct ReadCta {
 
   // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
   __device__ void prepare(const TokenInputs& inputs) const {
-    await_groups<1>();
-    synchronise();
-#if __CUDA_ARCH__ >= 900
-    if (!kFolds) await(fold_barrier(), 0);
-#endif
+    if (!kPaired) {  // else all has been awaited
+      await_groups<1>();
+      synchronise();
+    }
+    if (kBlocksOfB) await(fold_barrier(), 0);
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
 #pragma unroll 1
@@ -924,7 +995,7 @@ struct ReadCta {
     for (int i = tid; i < h * parts; i += kThreads) {
       const int record = params.x_parts(i), column = (i - record * parts) * 8;
       request_16_bytes(folded_x() + (h - 1 - record) * P + column,
-                       ring + ring_before(record) * params.x_ring_stride + column);
+                       beyond(ring, ring_before(record) * params.x_ring_stride) + column);
     }
 #if __CUDA_ARCH__ >= 900
     arrive_with_requests(fold_barrier());
@@ -1248,21 +1319,23 @@ struct ReadCta {
   }
   // The same of the history and of the new tokens up to s, which count from exp(f_s) S C_s on.
   __device__ float4 weights_of_run(int k, int s, int tile, const float* terms) const {
-    const float since = terms[s];
-    if (16 * tile + 16 <= history) {
-      const float4 weights = weights_of(k, s, tile);
-      return make_float4(__fmul_rn(weights.x, since), __fmul_rn(weights.y, since), __fmul_rn(weights.z, since),
-                         __fmul_rn(weights.w, since));
+    float4 weights = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (!kFolds) {
+      const float4 before = weights_of(k, s, tile);
+      const float since = terms[s];
+      weights = make_float4(__fmul_rn(before.x, since), __fmul_rn(before.y, since), __fmul_rn(before.z, since),
+                            __fmul_rn(before.w, since));
     }
-    const float* const v = floats(layout.v) + k * layout.delta_stride;
-    const float* const product = floats(layout.g) + s * layout.g_stride;
-    const float* const u = terms + layout.tokens + s;
-    auto of = [&](int record) {
-      record += 16 * tile + 2 * t;
-      const int r = record - history;
-      return r < 0 ? __fmul_rn(__fmul_rn(v[record], product[record]), since) : r <= s ? u[r * layout.tokens] : 0.0f;
-    };
-    return make_float4(of(0), of(1), of(8), of(9));
+    if (16 * tile + 16 > history) {
+      const float* const u = terms + layout.tokens + s;
+      auto of = [&](int record, float before) {
+        const int r = record + 16 * tile + 2 * t - history;
+        const float of_new = kSingle ? *u : u[max(min(r, s), 0) * layout.tokens];  // no branches: lanes differ
+        return r < 0 ? before : r <= s ? of_new : 0.0f;
+      };
+      weights = make_float4(of(0, weights.x), of(1, weights.y), of(8, weights.z), of(9, weights.w));
+    }
+    return weights;
   }
   // Records that a product over them takes; a row's only token is added apart, unless the state is plain.
   __device__ int run_length() const { return reads_one() ? history : history + T; }
@@ -1300,16 +1373,19 @@ struct ReadCta {
     }
   }
 
-  // The head's column scales times C; for a whole warp, which has a copy of its own.
-  __device__ void scale_query(const QueryPlaces& places) const {
+  // The head's column scales in FP16, times C if it is one token's; for a whole warp, which has a copy of its own.
+  template <bool kTimesQuery>
+  __device__ void scale_columns(const QueryPlaces& places) const {
     if constexpr (State::kColumnScales) {
       const char* const scales = shared + places.column_scales;
       const uint32_t pairs = __byte_perm(*reinterpret_cast<const uint16_t*>(scales),
                                          *reinterpret_cast<const uint16_t*>(scales + State::kColumnStep), 0x5140);
-      const __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
-      const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query);
-      *reinterpret_cast<uint2*>(shared + places.scaled) =
-          make_uint2(bits_of(__hmul2(halves_of(v.x), first)), bits_of(__hmul2(halves_of(v.y), second)));
+      __half2 first = e4m3_halves(pairs & 0xffffu), second = e4m3_halves(pairs >> 16);
+      if constexpr (kTimesQuery) {
+        const uint2 v = *reinterpret_cast<const uint2*>(shared + places.query);
+        first = __hmul2(halves_of(v.x), first), second = __hmul2(halves_of(v.y), second);
+      }
+      *reinterpret_cast<uint2*>(shared + places.scaled) = make_uint2(bits_of(first), bits_of(second));
       __syncwarp();
     }
   }
@@ -1328,7 +1404,7 @@ struct ReadCta {
   __device__ __forceinline__ void read_token(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
                                              Head& head, bool last) const {
     const int tiles = (history + 15) / 16;
-    scale_query(of_query);
+    scale_columns<true>(of_query);
     const float* const terms = floats(terms_at);
     float4 of_token;  // exp(f), u, d, the scale of the query
     if constexpr (kSingle) {
@@ -1397,14 +1473,14 @@ struct ReadCta {
 
   // The same of several tokens, eight at a time. A lane gets rows g and g + 8 of tokens 2t and 2t + 1, and exchanges
   // them for those that it stores.
-  __device__ __forceinline__ void read_tokens(int k, const Places& places, int terms_at, Head& head, bool last) const {
+  __device__ __forceinline__ void read_tokens(int k, const Places& places, const QueryPlaces& of_query, int terms_at,
+                                              Head& head, bool last) const {
     constexpr int kTokens = 8;
+    scale_columns<false>(of_query);
     Staged* const head_out = head.out;
     const int tiles = (history + T + 15) / 16;
     const float* const terms = floats(terms_at);
-    const char* const scales =
-        shared + places.chunk + params.state_bytes - 16;  // of the head, and before it of columns
-    const float scale = State::head_scale(scales) * (kFolds ? 1.0f : floats(layout.decay)[k]);
+    const float scale = State::head_scale(shared + of_query.head_scale) * (kFolds ? 1.0f : floats(layout.decay)[k]);
 #pragma unroll 1
     for (int first = 0; first < T; first += kTokens) {
       const int own = min(first + g, T - 1);
@@ -1412,7 +1488,13 @@ struct ReadCta {
 #pragma unroll
       for (int i = 0; i < kProducts / 2; ++i) {
         const int at = layout.query + own * kQueryStride * 4 + 64 * i + 16 * t;
-        query[i] = State::scale_query(*reinterpret_cast<const uint4*>(shared + at), scales - N, t, i);
+        query[i] = *reinterpret_cast<const uint4*>(shared + at);
+        if constexpr (State::kColumnScales) {
+          const int columns = layout.scaled + warp * kQueryStride * 4 + 64 * i + 16 * t;
+          const uint4 factor = *reinterpret_cast<const uint4*>(shared + columns);
+          query[i] = make_uint4(multiply_halves(query[i].x, factor.x), multiply_halves(query[i].y, factor.y),
+                                multiply_halves(query[i].z, factor.z), multiply_halves(query[i].w, factor.w));
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -1586,7 +1668,8 @@ struct ReadCta {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
     if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
-    if (kFolds ? tid == 0 : warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), kFolds ? 1 + kThreads : 1);
+    if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
+    if (kBlocksOfB && warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), 1);
     finish_stores_before_blocks();
     if (kFolds) {
       synchronise();  // all threads arrive at fold_barrier()
@@ -1606,18 +1689,22 @@ struct ReadCta {
     synchronise();
   }
 
-  // What precedes a group's heads.
-  __device__ __forceinline__ void begin() const {
+  // Where none have been stored.
+  __device__ void clear_states() const {
     if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+  }
+
+  // What precedes a group's heads.
+  __device__ __forceinline__ void begin() const {
+    clear_states();
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
-      Staged* const target = staged(x_at()) + x_row * layout.x_stride + x_column;  // there is no history
-      request_x(Head(*this, 0), target, target);
+      request_x(Head(*this, 0), Places(*this));
     }
     close_group();
   }
@@ -1673,13 +1760,102 @@ struct ReadCta {
     close_group();
     places.find_inputs(*this);
     QueryPlaces of_query;
-    if constexpr (!kPlain && kSingle) of_query = QueryPlaces(*this);
+    if constexpr (!kPlain) of_query = QueryPlaces(*this);
     if constexpr (!kFolds) {
       prepare(load_tokens());
     } else if (team_bits > 0 && !kKeeps) {
       if (team < heads) await_head(0);
       synchronise();
     }
+    read_heads(head, places, of_query, slices);
+    if (kKeeps && elect_lane()) await_blocks_read();
+  }
+
+  // kPaired: the task-th part of all heads. What steps before have left is requested before the kernel before has
+  // ended, by what the plan says then (no flush op comes between, whose rows these launches fold); should the plan say
+  // something else afterwards, all is done anew. Warps may have found different things.
+  __device__ __forceinline__ void step(uint32_t task) {
+    set_up();
+    Head head;
+    Places places;
+    QueryPlaces of_query;
+    Slices slices;
+    TokenInputs inputs;
+    find(task);
+    bool known = peek(), sure = false;
+#pragma unroll 1
+    while (true) {
+      if (known) {
+        head = Head(*this, team);
+        places = Places(*this);
+        clear_states();
+        request_b(0, history);
+        if constexpr (kPlain) {
+          slices = Slices(*this, head);
+          begin_slices(slices);
+        }
+        if (team < heads) {
+          if (!kPlain && has_state()) request_state(head.state);
+          request_x_of_ring(head, staged(places.x), places.ring, history);
+        }
+        request_delta();
+        places.find_inputs(*this);
+        if constexpr (!kPlain) of_query = QueryPlaces(*this);
+      }
+      if (!sure) await_previous();
+      const replayssm_plan_row now = params.scan.planned[row_index];
+      if (known) {
+        request_b(history, from_ring());
+        request_new_group();
+        if (team < heads) {
+          if (params.scan.append) {
+            request_x_of_tokens(head, places);
+          } else {
+            const uint32_t from = static_cast<uint32_t>(row.ring_row + x_row) * params.x_ring_stride;
+            request_x_of_ring(head, staged(places.x) + history * layout.x_stride, wrapped(from), T);
+          }
+        }
+        inputs = load_tokens();
+      }
+      await_requests();
+      if (agree(known && (sure || is_still(now)))) break;
+      if (known) await_blocks(slices);
+      if (!take(task)) return;
+      end();
+      set_up();
+      known = sure = true;
+    }
+    prepare(inputs);
+    read_heads(head, places, of_query, slices);
+  }
+
+  // Whether all threads that share barriers say so, after which they are together.
+  __device__ bool agree(bool yes) const {
+    int all;
+    asm volatile(
+        "{ .reg .pred yes, all; setp.ne.b32 yes, %1, 0; barrier.red.and.pred all, %2, %3, yes; selp.b32 %0, 1, 0, all; "
+        "}"
+        : "=r"(all)
+        : "r"(static_cast<int>(yes)), "r"(1 + step_half()), "n"(kThreads)
+        : "memory");
+    return all != 0;
+  }
+  // Until what step() has requested of states is there.
+  __device__ void await_blocks(const Slices& slices) const {
+    if (!has_state()) return;
+    if constexpr (kPlain) {
+#pragma unroll 1
+      for (int i = 0; i < slices.requested; ++i) await(barrier_of(slices, i), 0);
+    } else if (team < heads && member == 0) {
+#if __CUDA_ARCH__ >= 900
+      await(barrier(), 0);
+#endif
+    }
+  }
+
+  // The outputs of the team's heads, of which the first has been requested.
+  __device__ __forceinline__ void read_heads(Head& head, const Places& places, const QueryPlaces& of_query,
+                                             Slices& slices) const {
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
@@ -1692,18 +1868,15 @@ struct ReadCta {
       if constexpr (kPlain) {
         read_plain(k, places, terms, head.out, slices);
         take_next(head, places, last);
-      } else if (kSingle) {
+      } else if (reads_one()) {
         read_token(k, places, of_query, terms, head, last);
-      } else if (T == 1) {
-        read_token(k, places, QueryPlaces(*this), terms, head, last);
       } else {
-        read_tokens(k, places, terms, head, last);
+        read_tokens(k, places, of_query, terms, head, last);
       }
       if (last) break;
       terms += kWarps * 4 * layout.terms_stride;
       parity ^= 1;
     }
-    if (kKeeps && elect_lane()) await_blocks_read();
   }
 };
 

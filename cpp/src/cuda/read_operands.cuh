@@ -139,18 +139,6 @@ struct StateOperand {
   }
   __device__ float scaled_sum(const float (&sum)[2][4], int i) const { return __fadd_rn(sum[0][i], sum[1][i]); }
 
-  // Words of C, the lane's i-th four, times column scales, which begin at `scales`.
-  __device__ static uint4 scale_query(uint4 words, const char* scales, int t, int i) {
-    if constexpr (kColumnScales) {
-      const uint2 codes = *reinterpret_cast<const uint2*>(scales + query_column(t, 4 * i));
-      const uint32_t first = __byte_perm(codes.x, codes.y, 0x5140), second = __byte_perm(codes.x, codes.y, 0x7362);
-      words.x = bits_of(__hmul2(halves_of(words.x), e4m3_halves(first & 0xffffu)));
-      words.y = bits_of(__hmul2(halves_of(words.y), e4m3_halves(first >> 16)));
-      words.z = bits_of(__hmul2(halves_of(words.z), e4m3_halves(second & 0xffffu)));
-      words.w = bits_of(__hmul2(halves_of(words.w), e4m3_halves(second >> 16)));
-    }
-    return words;
-  }
   __device__ static float head_scale(const char* scale) { return *reinterpret_cast<const float*>(scale); }
 };
 
@@ -218,9 +206,12 @@ struct StateOperand<Fp8> {
   __device__ float scaled_sum(const float (&sum)[2][4], int i) const {
     return __fmul_rn(__fadd_rn(sum[0][i], sum[1][i]), row_scale[i / 2]);
   }
-  __device__ static uint4 scale_query(const uint4& words, const char*, int, int) { return words; }
   __device__ static float head_scale(const char*) { return 1.0f; }
 };
+
+__device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  return bits_of(__hmul2(halves_of(a), halves_of(b)));
+}
 
 // Sums over a lane's two blocks of a query whose column 2 n has the block of lane n alone: all other lanes bring zeros.
 // query: operands of two products each.
