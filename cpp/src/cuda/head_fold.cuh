@@ -157,13 +157,19 @@ __device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target
     }
 }
 
-// Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
-__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target) {
+// Eight columns in FP16, by a draw, whatever they are, if they are not `moderate`, below 65472. Out of the way of those
+// that are common.
+__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
   const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
   uint32_t pair[4];
-  bool finite = true;  // is_stored_finite() looks, too
-  pack_any_fp16_sr(value, random, pair, finite);
+  if (moderate) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pair[k] = pack_moderate_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+  } else {
+    bool finite = true;  // is_stored_finite() looks, too
+    pack_any_fp16_sr(value, random, pair, finite);
+  }
   *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
@@ -197,7 +203,7 @@ __device__ __forceinline__ void store_stochastic(const RowPart<kHalves>& row, Ro
       if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
         store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
                         make_float4(value[4], value[5], value[6], value[7]),
-                        make_uint4(random[0], random[1], random[2], random[3]), place);
+                        make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
       }
     }
   }
@@ -259,14 +265,15 @@ struct BlockTarget {
     low_bits = chunk + layout.low_bits() + 2 * index;
     scales = chunk + layout.block_scales() + index;
   }
-  // The block that lies so many behind.
-  __device__ void store(int later, const SearchedBlock& found) const {
-    *reinterpret_cast<uint2*>(codes + later * (kBlock / 2)) = found.codes;
+  __device__ void store(const SearchedBlock& found) const {
+    *reinterpret_cast<uint2*>(codes) = found.codes;
     if constexpr (Format::kLowBits) {
-      *reinterpret_cast<uint16_t*>(low_bits + 2 * later) = static_cast<uint16_t>(found.low_bits);
+      *reinterpret_cast<uint16_t*>(low_bits) = static_cast<uint16_t>(found.low_bits);
     }
-    scales[later] = static_cast<char>(found.scale);
+    *scales = static_cast<char>(found.scale);
   }
+  // On to the lane's block in the next half.
+  __device__ void take_next() { codes += 4 * (kBlock / 2), low_bits += 4 * 2, scales += 4; }
 };
 
 // What the casts of a head share. inverse: HeadUnit::of_column of all columns from a lane's first half on, in shared
@@ -282,7 +289,7 @@ struct HeadCast {
 // A lane's part of row p of a head to its chunk, from half `half` on. What row holds is lost.
 template <typename Format, int kHalves>
 __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half, int lane, const HeadCast& head) {
-  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
+  BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
   if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
 #pragma unroll
     for (int b = 0; b < kHalves; ++b) {
@@ -297,7 +304,8 @@ __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half,
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-      target.store(4 * b, found);
+      target.store(found);
+      target.take_next();
     }
   } else {
     const HeadUnit unit(head.scale);
@@ -322,9 +330,10 @@ __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half,
     }
 #pragma unroll 1
     for (int b = 0; b < kHalves; ++b) {  // a loop, for the instruction cache
-      SearchedBlock found = search_block<Format>(u[0], candidates_of(head.amax) == 1);
-      if (!(head.scale > 0.0f)) found = SearchedBlock{};
-      target.store(4 * b, found);
+      SearchedBlock found{};
+      if (head.scale > 0.0f) found = search_block<Format>(u[0], tries_first_only(head.amax));
+      target.store(found);
+      target.take_next();
 #pragma unroll
       for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[kHalves - 1][j];
     }
