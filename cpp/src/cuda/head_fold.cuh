@@ -46,15 +46,55 @@ __device__ inline void load_slice(const Stored* slice, int lane, SlicePart<kHalv
       }
 }
 
-// Where B lies in float32: of records 8k + t and 8k + 4 + t, which are a lane's operand of a product, side by side, a
-// pair for each column. Rows of pairs are padded, so that lanes don't meet a bank twice. Floats.
+// Where B lies as operands of products, for each column those that a lane brings side by side: of BF16 of records
+// 16k + 2t and 16k + 2t + 1, a word, and 16k + 2t + 8 and 16k + 2t + 9; of FP16, in float32, of records 8k + t and
+// 8k + 4 + t. Rows of columns are padded, so that lanes don't meet a bank twice. Words.
 constexpr int kPairStride = 2 * kMaxStateDim + 4;
-__host__ __device__ constexpr int wide_size(int records) { return (records + 7) / 8 * 4 * kPairStride; }
+template <typename Staged>
+constexpr int kOperandRows = std::is_same_v<Staged, __nv_bfloat16> ? 4 : 8;  // of 16 records
+template <typename Staged>
+__host__ __device__ constexpr int operands_size(int records) {
+  return (records + 15) / 16 * kOperandRows<Staged> * kPairStride;
+}
 
 // add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
-// B: in float32, from the first half on.
-template <typename Staged, int kHalves>
-__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const Staged* x, int x_stride, const float* B,
+// B: operands, from the first half on.
+template <int kHalves>
+__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const __nv_bfloat16* x, int x_stride,
+                                           const float* B, const float* weight, float decay, int h, int lane,
+                                           uint32_t) {
+  const int g = lane / 4, t = lane % 4;
+  const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
+  x += 2 * t * x_stride, weight += 2 * t;
+#pragma unroll 1
+  for (int first = 0; first < h; first += 16) {
+    const WeighedRecords weighed(x, x_stride, weight, true);
+#pragma unroll
+    for (int b = 0; b < kHalves; ++b)
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        uint4 columns[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          columns[i] = *reinterpret_cast<const uint4*>(source + 2 * (b * 4 * kBlock + j + 2 * i));
+        }
+        float sum[4][4] = {};
+        weighed.multiply(sum, reinterpret_cast<const uint32_t (&)[4][2]>(columns));
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            state[i][b][j + v] = fmaf(decay, state[i][b][j + v], sum[v][2 * i]);
+            state[i][b][j + v + 8] = fmaf(decay, state[i][b][j + v + 8], sum[v][2 * i + 1]);
+          }
+      }
+    decay = 1.0f;
+    x += 16 * x_stride, weight += 16, source += 4 * kPairStride;
+  }
+}
+
+template <int kHalves>
+__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const __half* x, int x_stride, const float* B,
                                            const float* weight, float decay, int h, int lane, uint32_t mask) {
   const int g = lane / 4, t = lane % 4;
   const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
@@ -64,7 +104,7 @@ __device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const Stag
     float scaled[4], high[4], low[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
+      const float2 pair = unpack_pair<__half>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
       const float v = weight[half * 4];
       scaled[2 * half] = __fmul_rn(v, pair.x);
       scaled[2 * half + 1] = __fmul_rn(v, pair.y);
