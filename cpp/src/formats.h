@@ -218,25 +218,30 @@ struct Nvfp4Amax {
   }
 };
 
-// The formats below try four scales a block and keep the one of the least squared error. The largest codes lie far
+// The formats below try some scales a block and keep the one of the least squared error. The largest codes lie far
 // apart: mapping the largest of a block to 6.5 (which saturates), 5.5 or 4 instead of 6 pays if the others fit better.
 //
-// They work in FP16 on u = S / (512 g c), g the head's scale, c the column's (or 1), and try divisors d of the block's
-// amax:
-//     a = max(amax(u), 2^-15 times the largest d),  s = E4M3(a (512 / d)),  r = |u| (2^-5 / s),
-//     error = s^2 sum (2^14 (r - nearest(r)))^2
-// So s is a normal number, and r is 2^-14 times what the code shall stand for: that puts the smallest normal code where
-// FP16 has its smallest normal number, and a code is the upper bits of r, rounded half up. The sum is over the columns
-// n with n mod 4 < 2 and over the others, each left to right by fused multiply-add in FP16, and then one and the other
-// in float32. Of equal errors the first divisor wins. g leaves room for an s by the smallest divisor. A head of 2^127
-// or more tries the first one only, with which no code stands for more than the head's amax; by others one could be
-// beyond the range of float32.
+// They work in FP16 on u = S / (512 g c), g the head's scale, c the column's (or 1), and on the block's amax,
+//     a = max(amax(u), 2^-15 times the largest divisor)
+// A scale s is a normal number of E4M3. By it
+//     r = |u| (2^-5 / s)
+// is 2^-14 times what the code shall stand for: that puts the smallest normal code where FP16 has its smallest normal
+// number, and a code is the upper bits of r, rounded half up. g leaves room for an s by the smallest divisor. Of equal
+// errors the first scale wins. A head of 2^127 or more tries the first one only, with which no code stands for more
+// than the head's amax; by others one could be beyond the range of float32.
 //
 // Column scales: a block lies within a row and follows the row's size already, but columns differ within it. c is the
 // root of the column's share of the head's amax, in [2^-6, 1]: it brings small columns nearer to the large ones of
 // their block, which c = the share would do at the cost of the large ones. The largest column has c = 1, so amax(u) is
 // that of S / (512 g), but for 1/500 by the rounding of c, which saturates.
 
+// Three scales of a block, and their errors in integers: s1 = E4M3(a 512 / 6); one of its neighbours; E4M3(a 512 / 4).
+// (These round half up, and saturate: where g is subnormal, a is up to 4.5 instead of 3.) With q twice the magnitude of
+// a code, U = |u| f rounded to an integer, half to even, and m = s f / 1024,
+//     error = sum (m q - U)^2 - sum U^2 = m (m sum q^2 - 2 sum q U)
+// f is the power of two by which m of s1 is 10, 11, 12, 13, 14, 15, 16 or 18, so that U is below 256. The neighbour is
+// the larger one if sum q (U - m q) > 0 by s1, if its codes are too small as a whole, or if a 512 / 6.875 is not below
+// the smaller one, by which codes could be too large; else the smaller one.
 struct Nvfp4 {
   static constexpr bool kLowBits = false;
   static constexpr bool kColumnScales = true;
@@ -245,16 +250,38 @@ struct Nvfp4 {
   REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m1_to_float(code); }
   REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 6.0f * 256.0f); }
   static constexpr float kLeastAmax = 0x1p-15f * 6.5f;
-  // 512 / d.
-  REPLAYSSM_HOST_DEVICE static constexpr float share(int32_t candidate) {
-    return candidate == 0   ? 512.0f / 6.0f
-           : candidate == 1 ? 512.0f / 6.5f
-           : candidate == 2 ? 512.0f / 5.5f
-                            : 512.0f / 4.0f;
-  }
+  static constexpr float kShare = 512.0f / 6.0f, kWideShare = 512.0f / 4.0f, kLeastShare = 512.0f / 6.875f;
 };
 
-// 5-bit codes.
+// The normal number of E4M3 that is nearest to a positive one, as the bits of a float; from one to the next; its code.
+REPLAYSSM_HOST_DEVICE inline uint32_t nearest_scale(float scale) {
+  return (float_bits(scale) + 0x80000u) & 0xfff00000u;
+}
+constexpr uint32_t kNextScale = 1u << 20, kLargestScale = 0x43e00000u;
+REPLAYSSM_HOST_DEVICE inline uint8_t scale_code(uint32_t scale) {
+  return static_cast<uint8_t>((scale >> 20) - (120u << 3));
+}
+
+// s1 and the third scale.
+REPLAYSSM_HOST_DEVICE inline uint32_t first_scale(float amax) { return nearest_scale(mul_rn(amax, Nvfp4::kShare)); }
+REPLAYSSM_HOST_DEVICE inline uint32_t wide_scale(float amax) {
+  const uint32_t scale = nearest_scale(mul_rn(amax, Nvfp4::kWideShare));
+  return scale < kLargestScale ? scale : kLargestScale;
+}
+
+// f / 1024 by s1. Adding carries into the exponent if the next scale's significand is 11/8 or more.
+REPLAYSSM_HOST_DEVICE inline float level_factor(uint32_t nearest) {
+  return bits_float(((127u + 4u + 127u) << 23) - ((nearest + 6u * kNextScale) & kInfinityBits));
+}
+// m, by f / 1024.
+REPLAYSSM_HOST_DEVICE inline int32_t half_code(uint32_t scale, float factor) {
+  const float sum = add_rn(mul_rn(bits_float(scale), factor), 0x1p23f);
+  return static_cast<int32_t>(float_bits(sum) - float_bits(0x1p23f));
+}
+
+// Four scales of a block, E4M3(a (512 / d)) of four divisors d. The error is s^2 sum (2^14 (r - nearest(r)))^2, the sum
+// being over the columns n with n mod 4 < 2 and over the others, each left to right by fused multiply-add in FP16, and
+// then one and the other in float32. Codes have 5 bits.
 struct E2m2 {
   static constexpr bool kLowBits = true;
   static constexpr bool kColumnScales = false;
@@ -263,6 +290,8 @@ struct E2m2 {
   REPLAYSSM_HOST_DEVICE static float value(uint32_t code) { return e2m2_to_float(code); }
   REPLAYSSM_HOST_DEVICE static float head_scale(uint32_t amax_bits) { return scale_of(amax_bits, 7.0f * 352.0f); }
   static constexpr float kLeastAmax = 0x1p-15f * 7.5f;
+  static constexpr int32_t kCandidates = 4;
+  // 512 / d.
   REPLAYSSM_HOST_DEVICE static constexpr float share(int32_t candidate) {
     return candidate == 0   ? 512.0f / 7.0f
            : candidate == 1 ? 512.0f / 6.5f
@@ -271,12 +300,8 @@ struct E2m2 {
   }
 };
 
-constexpr int32_t kCandidates = 4;
-
-// How many divisors a head of this amax tries.
-REPLAYSSM_HOST_DEVICE inline int32_t candidates_of(uint32_t head_amax_bits) {
-  return head_amax_bits < 0x7f000000u ? kCandidates : 1;
-}
+// Whether a head of this amax tries the first scale only.
+REPLAYSSM_HOST_DEVICE inline bool tries_first_only(uint32_t head_amax_bits) { return head_amax_bits >= 0x7f000000u; }
 
 // The E4M3 code of a column's scale.
 REPLAYSSM_HOST_DEVICE inline uint8_t column_scale(uint32_t amax_bits, uint32_t head_amax_bits, float head_scale) {
@@ -298,7 +323,7 @@ struct HeadUnit {
   }
 };
 
-// The magnitude of the code that r is rounded to, from the bits of |r| in FP16. By Nvfp4's divisors r is below 2^-14
+// The magnitude of the code that r is rounded to, from the bits of |r| in FP16. By Nvfp4's scales r is below 2^-14
 // times 7, from where on a code would be too large.
 template <typename Format>
 REPLAYSSM_HOST_DEVICE inline uint32_t code_of_ratio(uint32_t bits) {

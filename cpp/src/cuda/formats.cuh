@@ -170,16 +170,110 @@ __device__ inline uint32_t choose_bits(uint32_t a, uint32_t b) {
 }
 
 // Codes of ratios as formats.h rounds them, in place: the bits of the ratios, with what is below a code dropped.
-template <typename Format>
 __device__ inline uint32_t nearest_pair(uint32_t ratio) {
-  constexpr uint32_t kStep = 1u << (10 - Format::kMantissaBits), kLargest = ((4u << Format::kMantissaBits) - 1) * kStep;
-  const uint32_t nearest = (ratio + (kStep / 2) * 0x10001u) & (0x10000u - kStep) * 0x10001u;
-  return Format::kLowBits ? __vminu2(nearest, kLargest * 0x10001u) : nearest;
+  constexpr uint32_t kStep = 1u << (10 - E2m2::kMantissaBits), kLargest = ((4u << E2m2::kMantissaBits) - 1) * kStep;
+  return __vminu2((ratio + (kStep / 2) * 0x10001u) & (0x10000u - kStep) * 0x10001u, kLargest * 0x10001u);
 }
 
 // search_block of the host, of |u| and u's signs.
 template <typename Format>
-__device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_only) {
+__device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_only);
+
+// The bytes of a table that the lowest four nibbles of an index name, all below 8. (__byte_perm masks them once more.)
+__device__ inline uint32_t look_up(uint32_t front, uint32_t back, uint32_t index) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(front), "r"(back), "r"(index));
+  return bytes;
+}
+
+// A block by one of its scales: codes without signs, and the sums of (m q)^2 and m q U.
+struct TriedScale {
+  uint32_t scale;  // the bits of a float
+  uint32_t codes[2];
+  uint32_t squares, products;
+
+  // levels: U of the columns in their order, as bytes.
+  __device__ TriedScale(const PairedBlock& u, uint32_t scale, float factor, const uint32_t (&levels)[4])
+      : scale(scale), squares(0), products(0) {
+    float of_scale;
+    // The inverse of none of the 8 significands comes near the middle of two FP16 numbers.
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_scale) : "f"(bits_float(scale + (5u << 23))));
+    const __half2 inverse = __float2half2_rn(of_scale);
+    const uint32_t step = half_code(scale, factor);
+    const uint32_t front = step * 0x03020100u, back = step * 0x0c080604u;  // m q; by the wide scale none of code 7
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t ratio[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ratio[i] = bits_of(__hmul2_rn(__habs2(u[4 * word + i]), inverse));
+      // Bits 8 to 11 of a ratio are a code's magnitude and the bit behind it, of which rounding takes the half.
+      const uint32_t even = __byte_perm(ratio[0], ratio[2], 0x7531), odd = __byte_perm(ratio[1], ratio[3], 0x7531);
+      codes[word] = (odd * 16u + even + 0x11111111u) >> 1 & 0x77777777u;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t coded = look_up(front, back, codes[word] >> 16 * half);
+        squares = __dp4a(coded, coded, squares);
+        products = __dp4a(coded, levels[2 * word + half], products);
+      }
+    }
+  }
+
+  __device__ int32_t error() const { return static_cast<int32_t>(squares - 2 * products); }
+};
+
+template <>
+__device__ inline SearchedBlock search_block<Nvfp4>(const PairedBlock& block, bool first_only) {
+  PairedBlock u;
+  __half2 both = __float2half2_rn(Nvfp4::kLeastAmax);
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    u[i] = block[i];
+    both = __hmax2(both, __habs2(u[i]));
+  }
+  float amax = fmaxf(__low2float(both), __high2float(both));
+  constexpr float kLift = 128.0f;  // of small blocks, so that the factor of U is an FP16 number
+  const bool small = amax < 1.0f / kLift;
+  if (small) {
+    amax = mul_rn(amax, kLift);
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) u[i] = __hmul2_rn(u[i], __float2half2_rn(kLift));
+  }
+  const uint32_t nearest = first_scale(amax);
+  const float factor = level_factor(nearest);
+  const __half2 level_factors = __float2half2_rn(1024.0f * factor);
+  uint32_t level[kBlock / 2], levels[4];
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {  // in the lower bytes
+    level[i] = bits_of(__hfma2(__habs2(u[i]), level_factors, __float2half2_rn(1024.0f)));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) levels[i] = __byte_perm(level[2 * i], level[2 * i + 1], 0x6240);
+  const TriedScale first(u, nearest, factor, levels), last(u, wide_scale(amax), factor, levels);
+  const bool larger =
+      first.products > first.squares || !(mul_rn(amax, Nvfp4::kLeastShare) < bits_float(nearest - kNextScale));
+  const TriedScale second(u, larger ? nearest + kNextScale : nearest - kNextScale, factor, levels);
+  uint32_t scale = first.scale, codes[2] = {first.codes[0], first.codes[1]};
+  int32_t least = first_only ? INT32_MIN : first.error();
+  for (const TriedScale* tried : {&second, &last}) {
+    const int32_t error = tried->error();
+    if (error < least) scale = tried->scale, least = error, codes[0] = tried->codes[0], codes[1] = tried->codes[1];
+  }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {  // and the signs
+    const uint32_t even = __byte_perm(bits_of(u[4 * word]), bits_of(u[4 * word + 2]), 0x7531),
+                   odd = __byte_perm(bits_of(u[4 * word + 1]), bits_of(u[4 * word + 3]), 0x7531);
+    codes[word] |= (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+  }
+  SearchedBlock result{};
+  result.codes = make_uint2(codes[0], codes[1]);
+  result.scale = static_cast<uint8_t>(scale_code(scale) - (small ? 7 * 8 : 0));
+  return result;
+}
+
+template <>
+__device__ inline SearchedBlock search_block<E2m2>(const PairedBlock& u, bool first_only) {
+  using Format = E2m2;
+  constexpr int kCandidates = Format::kCandidates;
   static_assert(kCandidates == 4);
   __half2 both = __float2half2_rn(Format::kLeastAmax);
 #pragma unroll
@@ -206,14 +300,9 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
     for (int candidate = 0; candidate < kCandidates; ++candidate) {
       const __half2 pair = inverse[candidate / 2];
       const __half2 ratio = __hmul2_rn(u[i], candidate % 2 == 0 ? __low2half2(pair) : __high2half2(pair));
-      __half2 distance;
-      if constexpr (Format::kLowBits) {  // saturates: without the sign
-        const __half2 magnitude = __habs2(ratio);
-        distance = __hsub2_rn(magnitude, halves_of(nearest_pair<Format>(bits_of(magnitude))));
-      } else {
-        distance = __hsub2_rn(ratio, halves_of(nearest_pair<Format>(bits_of(ratio))));
-      }
-      distance = __hmul2_rn(distance, __float2half2_rn(16384.0f));
+      const __half2 magnitude = __habs2(ratio);
+      const __half2 distance =
+          __hmul2_rn(__hsub2_rn(magnitude, halves_of(nearest_pair(bits_of(magnitude)))), __float2half2_rn(16384.0f));
       sum[candidate] = __hfma2(distance, distance, i == 0 ? __float2half2_rn(0.0f) : sum[candidate]);
     }
   uint32_t best = 0;  // the candidate's inverse, its code above
@@ -234,13 +323,8 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
   uint32_t rounded[kBlock / 2];
 #pragma unroll
   for (int i = 0; i < kBlock / 2; ++i) {
-    constexpr uint32_t kHalfStep = 1u << (9 - Format::kMantissaBits);
     const __half2 ratio = __hmul2_rn(u[i], of_scale);
-    if constexpr (Format::kLowBits) {
-      rounded[i] = nearest_pair<Format>(bits_of(__habs2(ratio))) | (bits_of(ratio) & 0x80008000u);
-    } else {
-      rounded[i] = bits_of(ratio) + kHalfStep * 0x10001u;
-    }
+    rounded[i] = nearest_pair(bits_of(__habs2(ratio))) | (bits_of(ratio) & 0x80008000u);
   }
   SearchedBlock result{};
   uint32_t words[2];
@@ -252,10 +336,8 @@ __device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_on
     for (int odd = 0; odd < 2; ++odd) {  // the sign and bits 9 to 11 of a number are the upper bits of its code
       const uint32_t bytes = __byte_perm(pairs[odd], pairs[2 + odd], 0x7531);
       code[odd] = choose_bits<0x70707070u>(bytes << 3, bytes);
-      if constexpr (Format::kLowBits) {
-        const uint32_t low = bytes & 0x01010101u;  // of columns 0, 2, 4 and 6 of the word, or of 1, 3, 5 and 7
-        result.low_bits |= (low | low >> 6 | low >> 12 | low >> 18) % 256 << (8 * word + odd);
-      }
+      const uint32_t low = bytes & 0x01010101u;  // of columns 0, 2, 4 and 6 of the word, or of 1, 3, 5 and 7
+      result.low_bits |= (low | low >> 6 | low >> 12 | low >> 18) % 256 << (8 * word + odd);
     }
     words[word] = choose_bits<0x0f0f0f0fu>(code[0] >> 4, code[1]);
   }

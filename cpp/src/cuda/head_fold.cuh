@@ -46,15 +46,55 @@ __device__ inline void load_slice(const Stored* slice, int lane, SlicePart<kHalv
       }
 }
 
-// Where B lies in float32: of records 8k + t and 8k + 4 + t, which are a lane's operand of a product, side by side, a
-// pair for each column. Rows of pairs are padded, so that lanes don't meet a bank twice. Floats.
+// Where B lies as operands of products, for each column those that a lane brings side by side: of BF16 of records
+// 16k + 2t and 16k + 2t + 1, a word, and 16k + 2t + 8 and 16k + 2t + 9; of FP16, in float32, of records 8k + t and
+// 8k + 4 + t. Rows of columns are padded, so that lanes don't meet a bank twice. Words.
 constexpr int kPairStride = 2 * kMaxStateDim + 4;
-__host__ __device__ constexpr int wide_size(int records) { return (records + 7) / 8 * 4 * kPairStride; }
+template <typename Staged>
+constexpr int kOperandRows = std::is_same_v<Staged, __nv_bfloat16> ? 4 : 8;  // of 16 records
+template <typename Staged>
+__host__ __device__ constexpr int operands_size(int records) {
+  return (records + 15) / 16 * kOperandRows<Staged> * kPairStride;
+}
 
 // add_records of mma.cuh for a SlicePart: the same records give the same bits. x: the lane's rows of the newest record;
-// B: in float32, from the first half on.
-template <typename Staged, int kHalves>
-__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const Staged* x, int x_stride, const float* B,
+// B: operands, from the first half on.
+template <int kHalves>
+__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const __nv_bfloat16* x, int x_stride,
+                                           const float* B, const float* weight, float decay, int h, int lane,
+                                           uint32_t) {
+  const int g = lane / 4, t = lane % 4;
+  const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
+  x += 2 * t * x_stride, weight += 2 * t;
+#pragma unroll 1
+  for (int first = 0; first < h; first += 16) {
+    const WeighedRecords weighed(x, x_stride, weight, true);
+#pragma unroll
+    for (int b = 0; b < kHalves; ++b)
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        uint4 columns[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          columns[i] = *reinterpret_cast<const uint4*>(source + 2 * (b * 4 * kBlock + j + 2 * i));
+        }
+        float sum[4][4] = {};
+        weighed.multiply(sum, reinterpret_cast<const uint32_t (&)[4][2]>(columns));
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            state[i][b][j + v] = fmaf(decay, state[i][b][j + v], sum[v][2 * i]);
+            state[i][b][j + v + 8] = fmaf(decay, state[i][b][j + v + 8], sum[v][2 * i + 1]);
+          }
+      }
+    decay = 1.0f;
+    x += 16 * x_stride, weight += 16, source += 4 * kPairStride;
+  }
+}
+
+template <int kHalves>
+__device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const __half* x, int x_stride, const float* B,
                                            const float* weight, float decay, int h, int lane, uint32_t mask) {
   const int g = lane / 4, t = lane % 4;
   const float* source = B + t * kPairStride + 2 * (g / 2 * kBlock + g % 2 * 8);
@@ -64,7 +104,7 @@ __device__ __forceinline__ void fold_slice(SlicePart<kHalves>& state, const Stag
     float scaled[4], high[4], low[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
+      const float2 pair = unpack_pair<__half>(*reinterpret_cast<const uint32_t*>(x + half * 4 * x_stride));
       const float v = weight[half * 4];
       scaled[2 * half] = __fmul_rn(v, pair.x);
       scaled[2 * half + 1] = __fmul_rn(v, pair.y);
@@ -157,13 +197,19 @@ __device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target
     }
 }
 
-// Eight columns in FP16, by a draw, whatever they are. Out of the way of those that are common.
-__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target) {
+// Eight columns in FP16, by a draw, whatever they are, if they are not `moderate`, below 65472. Out of the way of those
+// that are common.
+__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
   const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
   uint32_t pair[4];
-  bool finite = true;  // is_stored_finite() looks, too
-  pack_any_fp16_sr(value, random, pair, finite);
+  if (moderate) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pair[k] = pack_moderate_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+  } else {
+    bool finite = true;  // is_stored_finite() looks, too
+    pack_any_fp16_sr(value, random, pair, finite);
+  }
   *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
@@ -197,7 +243,7 @@ __device__ __forceinline__ void store_stochastic(const RowPart<kHalves>& row, Ro
       if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
         store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
                         make_float4(value[4], value[5], value[6], value[7]),
-                        make_uint4(random[0], random[1], random[2], random[3]), place);
+                        make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
       }
     }
   }
@@ -259,14 +305,15 @@ struct BlockTarget {
     low_bits = chunk + layout.low_bits() + 2 * index;
     scales = chunk + layout.block_scales() + index;
   }
-  // The block that lies so many behind.
-  __device__ void store(int later, const SearchedBlock& found) const {
-    *reinterpret_cast<uint2*>(codes + later * (kBlock / 2)) = found.codes;
+  __device__ void store(const SearchedBlock& found) const {
+    *reinterpret_cast<uint2*>(codes) = found.codes;
     if constexpr (Format::kLowBits) {
-      *reinterpret_cast<uint16_t*>(low_bits + 2 * later) = static_cast<uint16_t>(found.low_bits);
+      *reinterpret_cast<uint16_t*>(low_bits) = static_cast<uint16_t>(found.low_bits);
     }
-    scales[later] = static_cast<char>(found.scale);
+    *scales = static_cast<char>(found.scale);
   }
+  // On to the lane's block in the next half.
+  __device__ void take_next() { codes += 4 * (kBlock / 2), low_bits += 4 * 2, scales += 4; }
 };
 
 // What the casts of a head share. inverse: HeadUnit::of_column of all columns from a lane's first half on, in shared
@@ -282,7 +329,7 @@ struct HeadCast {
 // A lane's part of row p of a head to its chunk, from half `half` on. What row holds is lost.
 template <typename Format, int kHalves>
 __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half, int lane, const HeadCast& head) {
-  const BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
+  BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
   if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
 #pragma unroll
     for (int b = 0; b < kHalves; ++b) {
@@ -297,7 +344,8 @@ __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half,
         codes[j] = pack_e2m1(quad);
       }
       found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-      target.store(4 * b, found);
+      target.store(found);
+      target.take_next();
     }
   } else {
     const HeadUnit unit(head.scale);
@@ -322,9 +370,10 @@ __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half,
     }
 #pragma unroll 1
     for (int b = 0; b < kHalves; ++b) {  // a loop, for the instruction cache
-      SearchedBlock found = search_block<Format>(u[0], candidates_of(head.amax) == 1);
-      if (!(head.scale > 0.0f)) found = SearchedBlock{};
-      target.store(4 * b, found);
+      SearchedBlock found{};
+      if (head.scale > 0.0f) found = search_block<Format>(u[0], tries_first_only(head.amax));
+      target.store(found);
+      target.take_next();
 #pragma unroll
       for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[kHalves - 1][j];
     }

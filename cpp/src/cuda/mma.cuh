@@ -117,9 +117,9 @@ __device__ inline float weigh_history(const float* delta, float A, int h, int la
   return expf(total);
 }
 
-// Of kVec staged values those at even (odd = 0) or odd places.
-template <int kVec, typename Staged>
-__device__ inline void pick_columns(const Staged* source, int odd, float (&value)[kVec / 2]) {
+// Of kVec FP16 values those at even (odd = 0) or odd places.
+template <int kVec>
+__device__ inline void pick_columns(const __half* source, int odd, float (&value)[kVec / 2]) {
   uint32_t word[kVec / 2];
   if constexpr (kVec == 8) {
     const uint4 v = *reinterpret_cast<const uint4*>(source);
@@ -129,20 +129,94 @@ __device__ inline void pick_columns(const Staged* source, int odd, float (&value
     word[0] = v.x, word[1] = v.y;
   }
 #pragma unroll
-  for (int i = 0; i < kVec / 2; ++i) {
-    if constexpr (std::is_same_v<Staged, __nv_bfloat16>) {
-      value[i] = __uint_as_float(__byte_perm(word[i], 0, odd ? 0x3244 : 0x1044));
-    } else {
-      value[i] = unpack_pair<Staged>(word[i] >> (16 * odd)).x;
+  for (int i = 0; i < kVec / 2; ++i) value[i] = unpack_pair<__half>(word[i] >> (16 * odd)).x;
+}
+
+// Of kVec BF16 values of a row those at even (odd = 0) or odd places, each with that of the next row.
+template <int kVec>
+__device__ inline void pick_pairs(const __nv_bfloat16* row, int odd, uint32_t (&pair)[kVec / 2]) {
+  using Vector = std::conditional_t<kVec == 8, uint4, uint2>;
+  const Vector raw[2] = {*reinterpret_cast<const Vector*>(row), *reinterpret_cast<const Vector*>(row + kStride)};
+  const auto& word = reinterpret_cast<const uint32_t (&)[2][kVec / 2]>(raw);
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) pair[i] = __byte_perm(word[0][i], word[1][i], odd ? 0x7632 : 0x5410);
+}
+
+// Weights times x of 16 records in BF16, as the first operand of products: three parts that make up the float32
+// products. Lane (g, t) has records 2t, 2t + 1, 2t + 8 and 2t + 9 of two rows.
+struct WeighedRecords {
+  uint32_t part[3][4];
+
+  // x, weight: of record 2t, x the lane's two rows. Without `all` the last 8 records are taken for zeros.
+  __device__ __forceinline__ WeighedRecords(const __nv_bfloat16* x, int x_stride, const float* weight, bool all) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float value[2][2] = {};  // of rows, records
+      if (half == 0 || all) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int record = 8 * half + i;
+          const float2 pair = unpack_pair<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(x + record * x_stride));
+          value[0][i] = __fmul_rn(weight[record], pair.x);
+          value[1][i] = __fmul_rn(weight[record], pair.y);
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) part[k][2 * half + row] = take_part(value[row][0], value[row][1]);
+        part[2][2 * half + row] = upper_halves(value[row][0], value[row][1]);
+      }
     }
   }
-}
+  // Adds kCount products, side by side.
+  template <int kCount>
+  __device__ __forceinline__ void multiply(float (&sum)[kCount][4], const uint32_t (&b)[kCount][2]) const {
+#pragma unroll
+    for (int k = 2; k >= 0; --k)
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        multiply_pairs<__nv_bfloat16>(sum[i], part[k][0], part[k][1], part[k][2], part[k][3], b[i][0], b[i][1]);
+      }
+  }
+};
 
 // state <- decay state + sum_i weight_i x_i (outer) B_i over h records, for kPart blocks of 4 lanes' kVec columns of a
 // slice. x: the lane's rows of record 0, records x_stride apart; B: record 0 at the first of the blocks, records
 // kStride apart. From record h to a multiple of 8 all three hold zeros.
-template <int kPart, int kVec, typename Staged>
-__device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged* x, const Staged* B,
+template <int kPart, int kVec>
+__device__ inline void add_records(float (&state)[2][kPart][kVec], const __nv_bfloat16* x, const __nv_bfloat16* B,
+                                   const float* weight, float decay, int h, int lane, uint32_t,
+                                   int x_stride = kSliceWidth) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int first = 0; first < h; first += 16) {
+    const int record = first + 2 * t;
+    const bool all = first + 8 < h;  // or nothing may lie behind the first 8 records
+    const WeighedRecords weighed(x + record * x_stride, x_stride, weight + record, all);
+    const __nv_bfloat16* const source = B + record * kStride + g / 2 * kVec;
+#pragma unroll
+    for (int b = 0; b < kPart; ++b) {
+      // Product i takes columns 2i and 2i + 1 of every lane's part; lane (g, t) brings those of t' = g / 2.
+      uint32_t column[2][kVec / 2] = {};
+      pick_pairs<kVec>(source + b * 4 * kVec, g % 2, column[0]);
+      if (all) pick_pairs<kVec>(source + b * 4 * kVec + 8 * kStride, g % 2, column[1]);
+      float sum[kVec / 2][4] = {};
+      uint32_t operand[kVec / 2][2];
+#pragma unroll
+      for (int i = 0; i < kVec / 2; ++i) operand[i][0] = column[0][i], operand[i][1] = column[1][i];
+      weighed.multiply(sum, operand);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        state[0][b][i] = fmaf(decay, state[0][b][i], sum[i / 2][i % 2]);
+        state[1][b][i] = fmaf(decay, state[1][b][i], sum[i / 2][2 + i % 2]);
+      }
+    }
+    decay = 1.0f;
+  }
+}
+template <int kPart, int kVec>
+__device__ inline void add_records(float (&state)[2][kPart][kVec], const __half* x, const __half* B,
                                    const float* weight, float decay, int h, int lane, uint32_t mask,
                                    int x_stride = kSliceWidth) {
   const int g = lane / 4, t = lane % 4;
@@ -152,13 +226,13 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const Staged*
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int record = first + half * 4 + t;
-      const float2 pair = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(x + record * x_stride));
+      const float2 pair = unpack_pair<__half>(*reinterpret_cast<const uint32_t*>(x + record * x_stride));
       const float v = weight[record];
       scaled[2 * half] = __fmul_rn(v, pair.x);
       scaled[2 * half + 1] = __fmul_rn(v, pair.y);
     }
     split(scaled, mask, high, low);
-    const Staged* const source = B + (first + t) * kStride + g / 2 * kVec;
+    const __half* const source = B + (first + t) * kStride + g / 2 * kVec;
 #pragma unroll
     for (int b = 0; b < kPart; ++b) {
       // Product i / 2 takes columns i and i + 1 of every lane's part; lane (g, t) brings those of t' = g / 2.

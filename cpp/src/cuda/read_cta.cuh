@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxCtaHeads = 16;  // a thread has one of so many heads
 constexpr int kQueryStride = 64;  // words of a token of C
 constexpr int kZeroBytes = 256;   // as many as are read of anything that does not exist
-constexpr int kZeroRows = 7;      // before the records of x that are folded eight at a time
+constexpr int kZeroRows = 15;     // before the records of x that are folded 16 at a time
 constexpr int kNever = 1 << 20;   // a row that does not exist
 constexpr int kPlainTokens = 8;   // of a row of which a plain checkpoint is read
 constexpr int kSlots = 2;         // for slices of plain checkpoints, of a warp
@@ -57,7 +57,7 @@ struct ReadShared {
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
   // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint that is read. B of the
-  // history is at 0, in float32: see wide_size(). Wide CTAs keep what they then read in `folded`, which is the
+  // history is at 0, as operands: see operands_size(). Wide CTAs keep what they then read in `folded`, which is the
   // checkpoint, if that is read.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
@@ -69,14 +69,14 @@ struct ReadShared {
 
  private:
   ReadShared(bool wide, int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
-             bool plain, int query_parts, int folded_size)
+             bool plain, int query_parts, int folded_size, int operands_bytes)
       : warps(1 << (wide ? kWideWarpBits : kWarpBits)),
         tokens(tokens),
         rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
         g_stride(round_up(window, 16) + 4),
         x_stride(P + 8),  // so that the rows of a matrix lie in different banks,
         delta_stride(round_up(window + (folded_size > 0 ? tokens : 0), 32) + 2),  // and the heads
-        b(folded_size > 0 ? wide_size(window) * 4 : 0),
+        b(folded_size > 0 ? operands_bytes : 0),
         c(b + rows * kMaxStateDim * 2),
         terms_stride(round_up(tokens + tokens * tokens, 4)),
         zeros(std::max(c + tokens * kMaxStateDim * 2, folded_size > 0 ? 0 : size_of_terms(heads, column_scales))),
@@ -124,10 +124,10 @@ ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, i
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
     return ReadShared(wide, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
-                      State::template kQueryParts<Staged>, folded_size);
+                      State::template kQueryParts<Staged>, folded_size, operands_size<Staged>(window) * 4);
   } else {
     return ReadShared(wide, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
-                      folded_size);
+                      folded_size, operands_size<Staged>(window) * 4);
   }
 }
 
@@ -1010,41 +1010,47 @@ struct ReadCta {
 #endif
   }
 
-  // B of the history in float32, and zeros to a multiple of 8 records, by eight records at a time.
-  static constexpr int kWidened = 2;  // groups of 8 records that a thread has a share of at once,
-  static constexpr int kWideners = kThreads / (4 * kRowParts);  // among so many that have others
-  using RawHistory = uint4[kWidened][2];
+  // B of the history as operands, and zeros to a multiple of 16 records, by 16 records at a time.
+  static constexpr bool kInParts = std::is_same_v<Staged, __nv_bfloat16>;
+  static constexpr int kWideners = kThreads / (4 * kRowParts);  // threads that have a share of other records
+  using RawHistory = uint4[4];
   __device__ void load_history(int first, RawHistory& raw) const {
     const int t = tid / kRowParts % 4, part = tid % kRowParts;
     const Staged* const ring = b_ring() + part * 8;
 #pragma unroll
-    for (int n = 0; n < kWidened; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int record = 8 * (first + n * kWideners) + 4 * i + t;
-        raw[n][i] =
-            record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int record = 16 * first + 8 * (i / 2) + (kInParts ? 2 * t + i % 2 : 4 * (i % 2) + t);
+      raw[i] = record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
+    }
   }
   __device__ int first_widened() const { return tid / (4 * kRowParts); }
   __device__ void widen_history(RawHistory& raw) const {  // with what first_widened() has loaded
     const int t = tid / kRowParts % 4, part = tid % kRowParts;
 #pragma unroll 1
-    for (int first = first_widened(); 8 * first < h;) {
-#pragma unroll
-      for (int n = 0; n < kWidened; ++n) {
-        const int group_of_8 = first + n * kWideners;
-        if (8 * group_of_8 >= h) continue;
-        float value[2][8];
-        for (int i = 0; i < 2; ++i) Packed<Staged>::unpack(raw[n][i], value[i]);
-        float4* const target = reinterpret_cast<float4*>(floats(0) + (4 * group_of_8 + t) * kPairStride) + 4 * part;
+    for (int first = first_widened(); 16 * first < h;) {
+      float* const target = floats(0) + (kOperandRows<Staged> * first + t) * kPairStride + 16 * part;
+      if constexpr (kInParts) {
+        const auto& word = reinterpret_cast<const uint32_t (&)[4][4]>(raw);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          target[j] = make_float4(value[0][2 * j], value[1][2 * j], value[0][2 * j + 1], value[1][2 * j + 1]);
+          reinterpret_cast<uint4*>(target)[j] =
+              make_uint4(__byte_perm(word[0][j], word[1][j], 0x5410), __byte_perm(word[2][j], word[3][j], 0x5410),
+                         __byte_perm(word[0][j], word[1][j], 0x7632), __byte_perm(word[2][j], word[3][j], 0x7632));
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float value[2][8];
+          for (int i = 0; i < 2; ++i) Packed<Staged>::unpack(raw[2 * n + i], value[i]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            reinterpret_cast<float4*>(target + n * 4 * kPairStride)[j] =
+                make_float4(value[0][2 * j], value[1][2 * j], value[0][2 * j + 1], value[1][2 * j + 1]);
+          }
         }
       }
-      first += kWidened * kWideners;
-      if (8 * first < h) load_history(first, raw);
+      first += kWideners;
+      if (16 * first < h) load_history(first, raw);
     }
   }
 
@@ -1082,8 +1088,8 @@ struct ReadCta {
       for (float& value : reinterpret_cast<float (&)[2 * kHalves * kBlock]>(state)) value = 0.0f;
     }
     const int P = problem.geometry.head_dim;
-    fold_slice(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0) + fold_half() * N,
-               fold_weights(k), fold_weights(k)[layout.delta_stride - 1], h, lane, params.tf32_mask);
+    fold_slice<kHalves>(state, folded_x() + (h - 1) * P + slice * kSliceWidth + 2 * g, -P, floats(0) + fold_half() * N,
+                        fold_weights(k), fold_weights(k)[layout.delta_stride - 1], h, lane, params.tf32_mask);
   }
 
   // What one warp has put where `folded` is, to global memory.
@@ -1712,7 +1718,7 @@ struct ReadCta {
   // All of it, up to the state of the heads.
   __device__ __forceinline__ void fold() const {
     RawHistory raw;
-    if (kKeeps) load_history(first_widened(), raw);
+    load_history(first_widened(), raw);
     begin();
     for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
@@ -1721,7 +1727,6 @@ struct ReadCta {
     const TokenInputs inputs = load_tokens();
     RoundingKey keys{};
     if (kKeeps) keys = fold_keys();
-    if (!kKeeps) load_history(first_widened(), raw);
     widen_history(raw);
     prepare(inputs);
     if (!kKeeps) keys = fold_keys();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "formats.h"
 #include "host/number_formats.h"
@@ -125,31 +126,72 @@ inline bool store_nvfp4_amax(const float* state, int32_t P, int32_t N, char* chu
 
 inline float rounded_to_fp16(float value) { return fp16_to_float(float_to_fp16(value)); }
 
+// A block by one scale, or by the best of those tried.
 struct SearchedBlock {
   uint8_t scale;
-  uint32_t codes[kBlock];
+  uint32_t codes[kBlock];  // without signs
 };
 
-// The block u by the best of its scales.
+// `scale`'s ratio r of u, in FP16.
+inline uint16_t ratio_of(float u, float scale) {
+  return float_to_fp16(mul_rn(bits_float(magnitude_bits(u)), rounded_to_fp16(div_rn(0x1p-5f, scale))));
+}
+
 template <typename Format>
-SearchedBlock search_block(const float (&u)[kBlock], int32_t candidates) {
-  const float amax = std::max(bits_float(amax_bits(u, kBlock)), Format::kLeastAmax);
+float block_amax(const float (&u)[kBlock]) {
+  return std::max(bits_float(amax_bits(u, kBlock)), Format::kLeastAmax);
+}
+
+template <typename Format>
+SearchedBlock search_block(const float (&u)[kBlock], bool first_only);
+
+template <>
+inline SearchedBlock search_block<Nvfp4>(const float (&u)[kBlock], bool first_only) {
+  const float amax = block_amax<Nvfp4>(u);
+  const uint32_t nearest = first_scale(amax);
+  const float factor = level_factor(nearest);
+  SearchedBlock best{};
+  int32_t least = 0, balance = 0;
+  const auto attempt = [&](uint32_t scale) {
+    SearchedBlock tried{scale_code(scale), {}};
+    const int32_t step = half_code(scale, factor);
+    int32_t squares = 0, products = 0;
+    for (int32_t n = 0; n < kBlock; ++n) {
+      tried.codes[n] = code_of_ratio<Nvfp4>(ratio_of(u[n], bits_float(scale)));
+      const auto q = static_cast<int32_t>(2.0f * Nvfp4::value(tried.codes[n]));
+      const auto level =
+          static_cast<int32_t>(std::nearbyint(mul_rn(bits_float(magnitude_bits(u[n])), 1024.0f * factor)));
+      squares += q * q, products += q * level;
+    }
+    const int32_t error = step * (step * squares - 2 * products);
+    balance = products - step * squares;
+    if (scale == nearest || error < least) best = tried, least = error;
+  };
+  attempt(nearest);
+  if (first_only) return best;
+  const bool larger = balance > 0 || !(mul_rn(amax, Nvfp4::kLeastShare) < bits_float(nearest - kNextScale));
+  attempt(larger ? nearest + kNextScale : nearest - kNextScale);
+  attempt(wide_scale(amax));
+  return best;
+}
+
+template <>
+inline SearchedBlock search_block<E2m2>(const float (&u)[kBlock], bool first_only) {
+  const float amax = block_amax<E2m2>(u);
   SearchedBlock best{};
   float least = 0.0f;
-  for (int32_t candidate = 0; candidate < candidates; ++candidate) {
-    SearchedBlock tried;
-    tried.scale = float_to_e4m3(mul_rn(amax, Format::share(candidate)));
-    const float scale = e4m3_to_float(tried.scale), inverse = rounded_to_fp16(div_rn(0x1p-5f, scale));
+  for (int32_t candidate = 0; candidate < (first_only ? 1 : E2m2::kCandidates); ++candidate) {
+    SearchedBlock tried{float_to_e4m3(mul_rn(amax, E2m2::share(candidate))), {}};
+    const float scale = e4m3_to_float(tried.scale);
     float sum[2] = {};
     for (int32_t n = 0; n < kBlock; ++n) {
-      const uint16_t ratio = float_to_fp16(mul_rn(bits_float(magnitude_bits(u[n])), inverse));
-      const uint32_t code = code_of_ratio<Format>(ratio);
-      const auto nearest = static_cast<uint16_t>(code << (10 - Format::kMantissaBits));
+      const uint16_t ratio = ratio_of(u[n], scale);
+      tried.codes[n] = code_of_ratio<E2m2>(ratio);
+      const auto nearest = static_cast<uint16_t>(tried.codes[n] << (10 - E2m2::kMantissaBits));
       // Exact up to the rounding to FP16: distances are multiples of 2^-10 up to 1.
       const float distance = mul_rn(add_rn(fp16_to_float(ratio), -fp16_to_float(nearest)), 16384.0f);
       float& part = sum[n % 4 / 2];
       part = rounded_to_fp16(add_rn(part, mul_rn(distance, distance)));
-      tried.codes[n] = (float_bits(u[n]) >> 31 << (2 + Format::kMantissaBits)) | code;
     }
     const float error = mul_rn(mul_rn(add_rn(sum[0], sum[1]), scale), scale);
     if (candidate == 0 || error < least) best = tried, least = error;
@@ -182,7 +224,8 @@ bool store_searched(const float* state, int32_t P, int32_t N, char* chunk) {
       for (int32_t n = 0; n < kBlock; ++n) {
         u[n] = rounded_to_fp16(mul_rn(mul_rn(state[n], unit.lift), inverse[block * kBlock % N + n]));
       }
-      found = search_block<Format>(u, candidates_of(amax));
+      found = search_block<Format>(u, tries_first_only(amax));
+      for (int32_t n = 0; n < kBlock; ++n) found.codes[n] |= float_bits(u[n]) >> 31 << (2 + Format::kMantissaBits);
     }
     chunk[lies.block_scales() + block] = static_cast<char>(found.scale);
     store_codes(found.codes, lies, block, chunk);
