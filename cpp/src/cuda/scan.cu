@@ -238,11 +238,12 @@ struct TokenBits {
 };
 
 // A head's rows are shared out among kParts CTAs. kActivation: the dtype, or -1 where only the config knows it.
-// kVerify: conventional_verify, else conventional_step, of which `early` says whether a CTA loads the state before the
-// kernel before has ended.
+// kVerify: conventional_verify, else conventional_step, of which `fetches` and `early` say whether before the kernel
+// before has ended the L2 fetches what a CTA will read, and whether the CTA loads it.
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation, int kParts>
 __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
-    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool early) {
+    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool fetches,
+    bool early) {
   let_next_begin();
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows / kParts, kBlockRows = Shape::kBlockRows / kParts;
@@ -258,6 +259,11 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const bool reporter = head == 0 && part == 0 && threadIdx.x == 0;
 
+  if (!kVerify && fetches && threadIdx.x == 0) {
+    const int bytes = static_cast<int>(problem.checkpoint_head_bytes) / kParts;
+    fetch_head(params, params.layer.checkpoint, problem.checkpoint_head_bytes, blockIdx.x / kParts, part * bytes,
+               bytes);
+  }
   // A thread's part of the state, `own` being where it begins.
   uint4 raw[kRows][kChunks];
   auto load_state = [&](const Stored* own, bool stored, auto&& load) {
@@ -378,7 +384,7 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   }
 }
 
-using ConventionalKernel = void(ScanParams, replayssm_buffer, bool);
+using ConventionalKernel = void(ScanParams, replayssm_buffer, bool, bool);
 
 // Parts of a head: as many as leave a thread 8 loads of 16 bytes of the state (80 rows: 20) or, at most, a row.
 template <int kHeadDim, typename Stored>
@@ -413,9 +419,10 @@ ConventionalChoice choose_conventional(int tuned_head_dim, int activation, bool 
   }
 }
 
-// Of an SM: CTAs up to which heads are shared out to the most, and up to which CTAs load the state early. Later ones
-// find the kernel before ended, and would only read the plan twice.
-constexpr int kPartsPerSm = 4, kEarlyPerSm = 8;
+// Of an SM: CTAs up to which heads are shared out to the most and, all of them being there at once, load the state
+// early; and up to which they have the L2 fetch ahead. Later ones find the kernel before ended, and would only read the
+// plan twice.
+constexpr int kPartsPerSm = 4, kFetchesPerSm = 8;
 
 template <bool kVerify>
 replayssm_status launch_conventional(const char* op, const replayssm_exec& exec, const Problem& problem,
@@ -434,7 +441,8 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
     return heads * most.parts <= kPartsPerSm * sms ? most : choose(false);
   });
   const int64_t ctas = heads * choice.parts;
-  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kEarlyPerSm * sms);
+  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms,
+                      ctas <= kPartsPerSm * sms);
 }
 
 template <bool kVerify>
