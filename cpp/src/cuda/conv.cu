@@ -37,7 +37,7 @@ struct Target {
   char* data;  // channel `first`
   int64_t slot_stride, group_stride, row_stride;
   int32_t first, group_channels;
-  bool in_ring, aligned;
+  bool in_ring;
 };
 
 struct ConvParams {
@@ -74,15 +74,20 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
   const int first_tap = kTaps - K;
   const int channel = (static_cast<int>(blockIdx.x % params.channel_blocks) * kThreads + threadIdx.x) * kChannels;
   const int stretch = static_cast<int>(blockIdx.x / params.channel_blocks % params.stretches);
-  int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
-  const Target& target = params.targets[(channel >= params.targets[1].first) + (channel >= params.targets[2].first)];
-  char* target_data = nullptr;
-  if (kRecords) {
+  const int first_row = static_cast<int>(blockIdx.x / params.channel_blocks / params.stretches) * params.rows_each;
+  // Where the thread's results go is found before the wait, with all divisions, and rests in shared memory until then.
+  struct Place {
+    char* data;  // in slot 0, row 0
+    int64_t slot_stride, row_stride, in_ring;
+  };
+  __shared__ Place places[kRecords ? kThreads : 1];
+  if constexpr (kRecords) {
+    const Target& target = params.targets[(channel >= params.targets[1].first) + (channel >= params.targets[2].first)];
     const int of_range = channel - target.first, group = of_range / target.group_channels;
-    target_data =
-        target.data + group * target.group_stride + (of_range - group * target.group_channels) * int64_t{sizeof(T)};
+    const int64_t of_group = of_range - group * target.group_channels;
+    places[threadIdx.x] = {target.data + group * target.group_stride + of_group * int64_t{sizeof(T)},
+                           target.slot_stride, target.row_stride, target.in_ring};
   }
-  asm volatile("" : "+r"(first_row), "+l"(target_data));  // so that divisions are done before the wait
   await_previous();
   const int rows = min(params.rows_each, params.rows - first_row);
   __shared__ replayssm_plan_row planned[kMostRows];
@@ -188,7 +193,6 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
     const replayssm_plan_row& row = planned[part.index];
     // Read once: for all that the compiler knows, the stores below change the plan.
     const int conv_row = row.conv_row, first_token = row.first_token, ring_row = row.ring_row;
-    char* const target_slot = kRecords ? target_data + row.slot * target.slot_stride : nullptr;
     const bool is_long = !kSingle && row.flags & REPLAYSSM_ROW_LONG;
     T* const ring = ring_of(part);
     auto keep = [&](int position, const Raw<kChannels>& raw) {
@@ -248,8 +252,10 @@ __global__ __launch_bounds__(kThreads, kTaps == 4 ? ctas_per_sm(kBatch)
         for (int k = 0; k < kTaps - 1; ++k) window[k] = window[k + 1];
         const int64_t token = static_cast<int64_t>(first_token) + t;
         if constexpr (kRecords) {
-          const int64_t place = target.in_ring ? ring_position(ring_row, t, problem.ring_rows) : token;
-          store_vector<kChannels>(target_slot + place * target.row_stride, kType, 0, kPacked || target.aligned, y);
+          const Place& place = places[threadIdx.x];
+          const int64_t of_slot = place.in_ring ? ring_position(ring_row, t, problem.ring_rows) : token;
+          store_vector<kChannels>(place.data + row.slot * place.slot_stride + of_slot * place.row_stride, kType, 0,
+                                  kPacked || params.out_aligned || place.in_ring, y);
         } else {
           store_vector<kChannels>(args.out.data, kType, token * args.out.stride[0] + channel,
                                   kPacked || params.out_aligned, y);
@@ -330,12 +336,12 @@ replayssm_status conv_step(const replayssm_exec& exec, const Problem& problem, c
     auto ring = [&](const replayssm_buffer& buffer, int32_t first, int32_t channels) {
       char* const base = static_cast<char*>(buffer.base);
       const int64_t record = channels * size;
-      return Target{base, buffer.slot_stride, problem.ring_rows * record, record, first, channels, true, true};
+      return Target{base, buffer.slot_stride, problem.ring_rows * record, record, first, channels, true};
     };
     params.targets[0] = ring(layer.x_ring, 0, x_channels / g.num_groups);
     params.targets[1] = ring(layer.b_ring, x_channels, g.state_dim);
-    params.targets[2] = {static_cast<char*>(args.out.data), 0,          0,     args.out.stride[0] * size,
-                         x_channels + b_channels,           b_channels, false, params.out_aligned};
+    params.targets[2] = {static_cast<char*>(args.out.data), 0,          0,    args.out.stride[0] * size,
+                         x_channels + b_channels,           b_channels, false};
   }
   auto packed = [&](const replayssm_tensor& vector, bool aligned) {
     return !vector.data || (vector.dtype == problem.config.activation && aligned);
