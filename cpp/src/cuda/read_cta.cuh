@@ -497,7 +497,7 @@ struct ReadCta {
         const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
         if (params.delta_part == 4) {
           request_16_bytes(&delta(k, record), part);
-        } else if (kPaired) {
+        } else if (kPaired && params.early) {
           delta(k, record) = load_past_l1(part);  // before await_previous() no line may be left in the L1
         } else {
           request_4_bytes(&delta(k, record), part);
