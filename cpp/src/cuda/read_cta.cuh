@@ -152,9 +152,9 @@ struct ReadParams {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
-  int first_block;     // the first CTA counts as this one, others follow it around
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
+  bool early;          // CTAs that step begin before await_previous() with what is known then
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
@@ -213,20 +213,7 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int value : first) asm volatile("" ::"r"(value));
 }
 
-// A row of a plan that may not be there yet, of what a step needs, and a value: past the L1.
-__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
-  replayssm_plan_row row = {};
-  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, count) == 32);
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
-               : "=r"(row.slot), "=r"(row.first_token)
-               : "l"(&planned.slot)
-               : "memory");
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(row.count), "=r"(row.history), "=r"(row.flags), "=r"(row.ring_row)
-               : "l"(&planned.count)
-               : "memory");
-  return row;
-}
+// Leaves no line in the L1.
 __device__ inline float load_past_l1(const float* source) {
   float value;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
@@ -363,17 +350,20 @@ struct ReadCta {
     return index;
   }
 
-  // kPaired: take() before await_previous(), by what the plan says then.
-  __device__ bool peek() {
-    row = peek_row(params.scan.planned[row_index]);
-    return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
-           row.ring_row >= 0 && row.ring_row < problem.ring_rows && row.history + row.count <= problem.config.window &&
-           consider(false);
-  }
-  // Whether the row is still what peek() has found.
-  __device__ bool is_still(const replayssm_plan_row& now) const {
-    return now.slot == row.slot && now.first_token == row.first_token && now.count == row.count &&
-           now.history == row.history && now.flags == row.flags && now.ring_row == row.ring_row;
+  // kPaired: takes what find() has found by what the plan says before await_previous(). One thread looks: warps that
+  // found different things would be in each other's way, and all of them at once would crowd at a row's line in the L2.
+  __device__ bool take_early() {
+    int32_t* const fields = reinterpret_cast<int32_t*>(shared + layout.v);
+    if (tid == 0) {
+      const replayssm_plan_row early = early_row(params.scan, row_index);
+      fields[0] = early.slot, fields[1] = early.first_token, fields[2] = early.count;
+      fields[3] = early.history, fields[4] = early.flags, fields[5] = early.ring_row;
+    }
+    synchronise();
+    row = {};
+    row.slot = fields[0], row.first_token = fields[1], row.count = fields[2];
+    row.history = fields[3], row.flags = fields[4], row.ring_row = fields[5];
+    return row.history + row.count <= problem.config.window && consider(false);
   }
 
   // Which heads are the task-th part of all.
@@ -507,7 +497,7 @@ struct ReadCta {
         const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
         if (params.delta_part == 4) {
           request_16_bytes(&delta(k, record), part);
-        } else if (kPaired) {
+        } else if (kPaired && params.early) {
           delta(k, record) = load_past_l1(part);  // before await_previous() no line may be left in the L1
         } else {
           request_4_bytes(&delta(k, record), part);
@@ -1776,9 +1766,9 @@ struct ReadCta {
     if (kKeeps && elect_lane()) await_blocks_read();
   }
 
-  // kPaired: the task-th part of all heads. What steps before have left is requested before the kernel before has
-  // ended, by what the plan says then (no flush op comes between, whose rows these launches fold); should the plan say
-  // something else afterwards, all is done anew. Warps may have found different things.
+  // kPaired: the task-th part of all heads. If it begins early, what steps before have left is requested before the
+  // kernel before has ended, by what the plan says then (no flush op comes between, whose rows these launches fold);
+  // should the plan say something else afterwards, all is done anew.
   __device__ __forceinline__ void step(uint32_t task) {
     set_up();
     Head head;
@@ -1787,7 +1777,7 @@ struct ReadCta {
     Slices slices;
     TokenInputs inputs;
     find(task);
-    bool known = peek(), sure = false;
+    bool known = params.early && take_early(), sure = false;
 #pragma unroll 1
     while (true) {
       if (known) {
@@ -1808,8 +1798,9 @@ struct ReadCta {
         if constexpr (!kPlain) of_query = QueryPlaces(*this);
       }
       if (!sure) await_previous();
-      const replayssm_plan_row now = params.scan.planned[row_index];
+      replayssm_plan_row now;
       if (known) {
+        now = params.scan.planned[row_index];
         request_b(history, from_ring());
         request_new_group();
         if (team < heads) {
@@ -1823,28 +1814,21 @@ struct ReadCta {
         inputs = load_tokens();
       }
       await_requests();
-      if (agree(known && (sure || is_still(now)))) break;
-      if (known) await_blocks(slices);
+      synchronise();
+      if (known && (sure || loaded_for(row, now))) break;
+      const bool anew = known;
+      if (anew) await_blocks(slices);
       if (!take(task)) return;
-      end();
-      set_up();
+      if (anew) {
+        end();
+        set_up();
+      }
       known = sure = true;
     }
     prepare(inputs);
     read_heads(head, places, of_query, slices);
   }
 
-  // Whether all threads that share barriers say so, after which they are together.
-  __device__ bool agree(bool yes) const {
-    int all;
-    asm volatile(
-        "{ .reg .pred yes, all; setp.ne.b32 yes, %1, 0; barrier.red.and.pred all, %2, %3, yes; selp.b32 %0, 1, 0, all; "
-        "}"
-        : "=r"(all)
-        : "r"(static_cast<int>(yes)), "r"(1 + step_half()), "n"(kThreads)
-        : "memory");
-    return all != 0;
-  }
   // Until what step() has requested of states is there.
   __device__ void await_blocks(const Slices& slices) const {
     if (!has_state()) return;

@@ -128,15 +128,11 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
     fetch_parameters(params);
   }
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
-  auto block = [&] {  // read anew where it is needed, in place of a register
-    const uint32_t index = blockIdx.x + (kWide ? params.first_block : 0);
-    return kWide && index >= gridDim.x ? index - gridDim.x : index;
-  };
-  const int spacing = params.flush_spacing, before = block() >> spacing;  // that many CTAs fold
+  const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
   const bool among = before < params.flush_ctas;
-  if (!among || before << spacing != block()) {
+  if (!among || before << spacing != blockIdx.x) {
     using Cta = ReadCta<Format, Staged, false, kSingle, kWide>;
-    const int task = block() - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
+    const int task = blockIdx.x - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
     if (kWide && task >= params.step_tasks) return;
     Cta cta(params, shared, params.team_bits);
     if constexpr (kWide) {
@@ -322,15 +318,13 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.flush_ctas =
         static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads, wide), row_heads));
   }
-  // Where all CTAs find room at once those that fold are the last. Mostly they end as soon as they begin, and what they
-  // leave is taken by those of the next launch that step.
-  const bool all_at_once = wide && params.flush_ctas + ctas <= kCtasPerSm / 2 * multiprocessors();
-  params.first_block = all_at_once ? params.flush_ctas : 0;
-  while (!all_at_once && params.flush_spacing < most_flush_spacing(problem.config) &&
+  while (params.flush_spacing < most_flush_spacing(problem.config) &&
          static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
     ++params.flush_spacing;
   }
   const int halves = wide ? 2 : 1, shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
+  // Of CTAs that begin late, no load is early.
+  params.early = wide && params.flush_ctas + ctas <= kCtasPerSm / 2 * multiprocessors();
   // In larger batches fetching is worth less than what it delays.
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
