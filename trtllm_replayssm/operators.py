@@ -21,12 +21,12 @@ DTYPE_CODES = {ACTIVATIONS[name]: code for name, code in _core.DTYPES.items()}
 _POOL = "Tensor(a!) table, Tensor(b!) data, str spec"
 _LAYER = f"{_POOL}, int layer, Tensor plan, int rows"
 _CHECKPOINT = "*, Tensor(e!)? checkpoint=None"  # of a pool whose checkpoints lie in another's tensor
-_TOKENS = "Tensor x, Tensor B"
-_SCAN = (
-    f"{_LAYER}, {_TOKENS}, Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, "
-    "float dt_min, float dt_max, int max_count"
+_AFTER_B = (
+    "Tensor C, Tensor dt, Tensor A_log, Tensor? D, Tensor? dt_bias, Tensor(c!) out, float dt_min, float dt_max, "
+    "int max_count"
 )
-_STEP = _SCAN.replace(_TOKENS, "Tensor? x, Tensor? B")  # None: in the rings
+_SCAN = f"{_LAYER}, Tensor x, Tensor B, {_AFTER_B}"
+_STEP = f"{_LAYER}, Tensor? x, Tensor? B, {_AFTER_B}"  # None: in the rings
 SCHEMAS = {
     "reset": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
     "adopt": "Tensor(a!) table, str spec, Tensor slots, Tensor streams",
@@ -151,8 +151,19 @@ def abandon(table, spec, plan, rows, use):
     core_spec(spec).abandon(_stream(table), table.data_ptr(), plan.data_ptr(), rows, use)
 
 
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory from the first to the last element of one meets the other's; neither is empty."""
+    ends = [
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for tensor in (a, b)
+    ]
+    ranges = [(tensor.data_ptr(), end * tensor.element_size()) for tensor, end in zip((a, b), ends, strict=True)]
+    (first, first_bytes), (second, second_bytes) = ranges
+    return first < second + second_bytes and second < first + first_bytes
+
+
 def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_count, records):
-    if out.numel() and out.data_ptr() == xBC.data_ptr():
+    if out.numel() and _overlap(out, xBC):
         raise ValueError("out: expected a tensor that does not overlap xBC, got the same memory")
     core_spec(spec).conv_step(
         _stream(table),

@@ -74,8 +74,7 @@ def conv_step(
         max_count = _bound(plan, num_tokens)
     call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
     _ops.conv_step(*call, xBC, weight, bias, flat, max_count, records)
-    if records:
-        plan.recorded.add(layer)
+    (plan.recorded.add if records else plan.recorded.discard)(layer)
     return out
 
 
@@ -233,10 +232,6 @@ def step(
         ValueError: among others, a row of more than max_step_tokens tokens, and x and B left out where conv_step has
             not stored them in this layer on this plan.
     """
-    if x is None and B is None and isinstance(plan, Plan) and layer not in plan.recorded:
-        raise ValueError(
-            f"x: expected a torch.Tensor, got None; conv_step stored no records of layer {layer} on this plan"
-        )
     return _scan(_ops.step, STEPPED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out, False)
 
 
@@ -258,7 +253,8 @@ def prefill(
 
     Continues each slot from checkpoint and records; afterwards the slot has no records. Its tokens can't be rejected:
     commit takes all of them. With an fp32 checkpoint, a prompt that is cut between calls at multiples of 32 tokens
-    keeps its bits; elsewhere a cut may change them by rounding. Arguments, result and formulas as for `step`.
+    keeps its bits; elsewhere a cut may change them by rounding. Arguments, result and formulas as for `step`, but
+    that x and B are always given.
     """
     return _scan(_ops.prefill, FOLDED, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_limit, out)
 
@@ -354,7 +350,12 @@ def _scan(operator, use, pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, dt_l
     heads = (geometry.num_heads,)
     head_rows = (num_tokens, geometry.num_heads, geometry.head_dim)
     group_rows = (num_tokens, geometry.num_groups, geometry.state_dim)
-    if operator is not _ops.step or x is not None or B is not None:
+    if operator is _ops.step and x is None and B is None:
+        if layer not in plan.recorded:
+            raise ValueError(
+                f"x: expected a torch.Tensor, got None; conv_step stored no records of layer {layer} on this plan"
+            )
+    else:
         require_tensor(pool.device, "x", x, head_rows, pool.activations, ROWS)
         require_tensor(pool.device, "B", B, group_rows, pool.activations, ROWS)
     require_tensor(pool.device, "C", C, group_rows, pool.activations, ROWS)

@@ -768,9 +768,10 @@ class Context {
   void require_records(int64_t tokens) const {
     const int64_t row = setup_.channels() * setup_.element();
     const int64_t untouched = row - int64_t{setup_.geometry.num_groups} * setup_.geometry.state_dim * setup_.element();
-    for (const Buffer& xBC : xBC_) {
-      const std::vector<char> given = xBC.get(stream_, static_cast<size_t>(tokens * row));
-      wait(stream_);
+    std::vector<std::vector<char>> layers;
+    for (const Buffer& xBC : xBC_) layers.push_back(xBC.get(stream_, static_cast<size_t>(tokens * row)));
+    wait(stream_);
+    for (const std::vector<char>& given : layers) {
       for (const char* at = given.data(); at < given.data() + tokens * row; at += row)
         CHECK(std::all_of(at, at + untouched, [](char byte) { return byte == static_cast<char>(0xEE); }));
     }

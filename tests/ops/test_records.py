@@ -258,7 +258,15 @@ def test_steps_without_their_records_are_refused(device):
     with pytest.raises(TypeError, match="x: expected a torch.Tensor, got NoneType"):
         ops.conventional_verify(pool, 0, plan, None, None, *rest, snapshots=pool.allocate_snapshots()[0])
     assert same_bits(pool.data, before) and plan.use is None
+    columns = raw[:, -C[0].numel() :].unflatten(1, C.shape[1:])
+    with pytest.raises(ValueError, match="out: expected a tensor that does not overlap xBC, got the same memory"):
+        ops.conv_step(pool, 0, plan, *convolution, columns, records=True)
+    assert same_bits(pool.data, before)
 
+    ops.conv_step(pool, 0, plan, *convolution, records=True)
+    ops.conv_step(pool, 0, plan, *convolution)  # its x, B and C are in a tensor: what is stored is another's
+    with pytest.raises(ValueError, match=none_here.format(0)):
+        ops.step(pool, 0, plan, None, None, *rest)
     ops.conv_step(pool, 0, plan, *convolution, records=True)
     ops.step(pool, 0, plan, None, None, *rest)
     with pytest.raises(ValueError, match=none_here.format(1)):

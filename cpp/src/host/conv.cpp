@@ -101,8 +101,7 @@ void convolve_block(const Problem& problem, const replayssm_layer& layer, const 
 replayssm_status conv_step(const replayssm_exec&, const Problem& problem, const replayssm_layer& layer,
                            const replayssm_table& table, const void* plan, int32_t rows,
                            const replayssm_conv_args& args) {
-  const int32_t max_count = args.records ? std::min(args.max_count, problem.config.max_step_tokens) : args.max_count;
-  if (!rows_fit(table, plan, rows, args.num_tokens, max_count, !args.records)) return REPLAYSSM_OK;
+  if (!rows_fit(table, plan, rows, args.num_tokens, args.max_count, !args.records)) return REPLAYSSM_OK;
   const int32_t blocks = (problem.conv_channels + kChannelBlock - 1) / kChannelBlock;
   const int64_t work = std::max<int64_t>(args.num_tokens / rows, 1) * problem.geometry.conv_kernel * kChannelBlock;
   parallel_for(int64_t{rows} * blocks, work, [&](int64_t task) {
