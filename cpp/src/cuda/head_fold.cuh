@@ -4,10 +4,10 @@
 //
 // A warp has a slice, a lane of its rows 2g and 2g + 1 the t-th block of 16 columns of either half, (g, t) = (lane / 4,
 // lane mod 4). The order of a product's columns is free: column n of product j stands for column j + 8 (n mod 2) of the
-// block of lanes with t = n / 2, so that eight products give a lane its whole block, and the operand of a lane is 16
-// bytes of a record's B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search of
-// its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block copy
-// and is stored from registers or, if steps read it, leaves in blocks as well. In wide CTAs a warp has one of the
+// block of lanes with t = n / 2, so that eight products give a lane its whole block, and what a lane brings to them are
+// neighbouring columns of B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search
+// of its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block
+// copy and is stored from registers or, if steps read it, leaves in blocks as well. In wide CTAs a warp has one of the
 // halves.
 #pragma once
 
