@@ -389,20 +389,25 @@ REPLAYSSM_HOST_DEVICE inline RoundingKey rounding_key(uint64_t seed, uint64_t st
   return {{words.word[0], words.word[1]}};
 }
 
-constexpr int32_t kFp16PerDraw = 8;  // columns that one draw serves
+constexpr int32_t kFp16PerDraw = 8;  // columns that one draw serves, in two rows
 constexpr int32_t kE4m3PerDraw = 16;
 
 // The random bits of the columns draw * c .. draw * c + c-1 of row p, c = kFp16PerDraw or kE4m3PerDraw, when the state
-// is written for the time that follows `writes` others.
+// is written for the time that follows `writes` others. In FP16 of rows p and p + 1, p even.
 REPLAYSSM_HOST_DEVICE inline RandomWords rounding_words(RoundingKey key, int32_t p, int32_t draw, int64_t writes) {
   return philox(static_cast<uint32_t>(p) << 16 | static_cast<uint32_t>(draw), static_cast<uint32_t>(writes),
                 static_cast<uint32_t>(static_cast<uint64_t>(writes) >> 32), 0, key.word[0], key.word[1]);
 }
 
+// What the odd row of a draw takes for a word: rotated, so that the upper bits of what either row takes of it, which
+// decide how most numbers are rounded, are lower bits of the other's or none.
+REPLAYSSM_HOST_DEVICE inline uint32_t odd_row_word(uint32_t word) { return word << 7 | word >> 25; }
+
 // The bits of column i of a draw. Word i / 2 is the rbits of cvt.rs.f16x2.f32 for columns i and i + 1, i even, the even
 // column being the lower result.
-REPLAYSSM_HOST_DEVICE inline uint32_t fp16_random(const RandomWords& words, int32_t i) {
-  return words.word[i / 2] >> (i % 2 * 16) & 0x1fffu;
+REPLAYSSM_HOST_DEVICE inline uint32_t fp16_random(const RandomWords& words, int32_t p, int32_t i) {
+  const uint32_t word = words.word[i / 2];
+  return (p % 2 == 0 ? word : odd_row_word(word)) >> (i % 2 * 16) & 0x1fffu;
 }
 
 REPLAYSSM_HOST_DEVICE inline uint32_t reversed16(uint32_t bits) {

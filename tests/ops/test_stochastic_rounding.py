@@ -71,7 +71,11 @@ def random_bits(checkpoint, geometry, seed, stream, layer, head, writes) -> np.n
     key = [int(word) for word in philox(words[1], words[0])[:2]]
     per_draw = 8 if checkpoint == "fp16_sr" else 16
     p, draw = np.meshgrid(np.arange(geometry.head_dim), np.arange(geometry.state_dim // per_draw), indexing="ij")
-    drawn = np.stack(philox([p << 16 | draw, writes % 2**32 + 0 * p, (writes >> 32) + 0 * p, 0 * p], key), -1)
+    drawn_p = p - p % 2 if checkpoint == "fp16_sr" else p  # FP16: for two rows
+    drawn = np.stack(philox([drawn_p << 16 | draw, writes % 2**32 + 0 * p, (writes >> 32) + 0 * p, 0 * p], key), -1)
+    if checkpoint == "fp16_sr":
+        rotated = (drawn << np.uint64(7) | drawn >> np.uint64(25)) & np.uint64(0xFFFFFFFF)
+        drawn[1::2] = rotated[1::2]
     halves = np.stack([drawn & np.uint64(0xFFFF), drawn >> np.uint64(16)], -1)  # [P, draws, 4, 2]
     if checkpoint == "fp16_sr":
         return (halves & np.uint64(0x1FFF)).reshape(p.shape[0], -1)

@@ -4,10 +4,10 @@
 //
 // A warp has a slice, a lane of its rows 2g and 2g + 1 the t-th block of 16 columns of either half, (g, t) = (lane / 4,
 // lane mod 4). The order of a product's columns is free: column n of product j stands for column j + 8 (n mod 2) of the
-// block of lanes with t = n / 2, so that eight products give a lane its whole block, and the operand of a lane is 16
-// bytes of a record's B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search of
-// its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block copy
-// and is stored from registers or, if steps read it, leaves in blocks as well. In wide CTAs a warp has one of the
+// block of lanes with t = n / 2, so that eight products give a lane its whole block, and what a lane brings to them are
+// neighbouring columns of B. What a block of a read copy needs then lies in one lane: rounding, its maximum, the search
+// of its scale. Only the maxima of the head and its columns go through shared memory. The checkpoint comes by a block
+// copy and is stored from registers or, if steps read it, leaves in blocks as well. In wide CTAs a warp has one of the
 // halves.
 #pragma once
 
@@ -148,6 +148,16 @@ __device__ inline float larger_magnitude(const float (&value)[kBlock]) {
   return amax;
 }
 
+template <int kHalves>
+__device__ inline float slice_amax(const SlicePart<kHalves>& state) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int b = 0; b < 2 * kHalves; ++b) {
+    amax = larger_magnitude(amax, larger_magnitude(state[b / kHalves][b % kHalves]));
+  }
+  return amax;
+}
+
 // The amaxes of four columns over a slice's rows: of columns 4 lane to 4 lane + 3 or, of one half, of 4 (lane % 16) to
 // 4 (lane % 16) + 3 over half the rows. scratch: of the warp, 8 rows of columns.
 template <int kHalves>
@@ -213,50 +223,49 @@ __device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 dr
   *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-// The same in FP16, stochastically; p: the row's index in the head; column: of `target`. moderate: all values are below
-// 65472.
+// A lane's part of a slice in FP16, stochastically; p: its first row's index in the head; column: of `target`, where
+// that begins. moderate: all values are below 65472.
 template <int kHalves>
-__device__ __forceinline__ void store_stochastic(const RowPart<kHalves>& row, RoundingKey key, int64_t writes, int p,
-                                                 int column, __half* target, bool moderate) {
-  constexpr int kDraws = kBlock / kFp16PerDraw;
+__device__ __forceinline__ void store_stochastic(const SlicePart<kHalves>& state, RoundingKey key, int64_t writes,
+                                                 int p, int column, __half* target, bool moderate) {
 #pragma unroll
-  for (int b = 0; b < kHalves; ++b) {
-    RandomWords drawn[kDraws];
+  for (int b = 0; b < kHalves; ++b)
 #pragma unroll
-    for (int d = 0; d < kDraws; ++d) {
-      drawn[d] = rounding_words(key, p, column / kFp16PerDraw + b * 4 * kDraws + d, writes);
-    }
+    for (int first = 0; first < kBlock; first += kFp16PerDraw) {
+      const int later = b * 4 * kBlock + first;
+      RandomWords drawn = rounding_words(key, p, (column + later) / kFp16PerDraw, writes);
 #pragma unroll
-    for (int d = 0; d < kDraws; ++d) {
-      const float* const value = row[b] + d * kFp16PerDraw;
-      const uint32_t (&random)[4] = drawn[d].word;
-      uint32_t pair[4];
-      __half2 least = halves_of(0x7c007c00u);
+      for (int i = 0; i < 2; ++i) {
+        const float* const value = state[i][b] + first;
+        uint32_t (&random)[4] = drawn.word;
+        uint32_t pair[4];
+        __half2 least = halves_of(0x7c007c00u);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
-        least = __hmin2(least, __habs2(rounded));
-        pair[k] = bits_of(rounded);
+        for (int k = 0; k < 4; ++k) {
+          if (i == 1) random[k] = odd_row_word(random[k]);
+          const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+          least = __hmin2(least, __habs2(rounded));
+          pair[k] = bits_of(rounded);
+        }
+        __half* const place = target + i * kMaxStateDim + later;
+        *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
+          store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
+                          make_float4(value[4], value[5], value[6], value[7]),
+                          make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
+        }
       }
-      __half* const place = target + b * 4 * kBlock + d * kFp16PerDraw;
-      *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-      if (!moderate || !__hbgt2(least, halves_of(0x04000400u))) {
-        store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
-                        make_float4(value[4], value[5], value[6], value[7]),
-                        make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
-      }
     }
-  }
 }
 
-// Whether what the lane has stored of a row is finite.
+// Whether what the lane has stored of a slice is finite.
 template <int kHalves>
 __device__ inline bool is_stored_finite(const __half* target) {
   bool finite = true;
 #pragma unroll 1
-  for (int piece = 0; piece < 2 * kHalves; ++piece) {  // of 16 bytes
-    finite =
-        finite && is_finite<__half>(*reinterpret_cast<const uint4*>(target + piece / 2 * 4 * kBlock + piece % 2 * 8));
+  for (int piece = 0; piece < 4 * kHalves; ++piece) {  // of 16 bytes
+    const int at = piece % 2 * 8 + piece / 2 % kHalves * 4 * kBlock + piece / (2 * kHalves) * kMaxStateDim;
+    finite = finite && is_finite<__half>(*reinterpret_cast<const uint4*>(target + at));
   }
   return finite;
 }

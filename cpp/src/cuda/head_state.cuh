@@ -106,22 +106,24 @@ struct PlainRounding {
   __device__ explicit PlainRounding(const StateOwner& owner)
       : stochastic(owner.rounds_stochastically()), key(owner.key()), writes(owner.writes) {}
 
-  // 16 bytes in each of kRows rows from p on, from column `column` on, which are block b of `state`. `finite` becomes
-  // false if a value is not as stored.
+  // 16 bytes in each of kRows rows from p on, which is even as is kRows, from column `column` on, which are block b of
+  // `state`. `finite` becomes false if a value is not as stored.
   template <typename Stored, int kRows, int kBlocks>
   __device__ void pack(int p, int column, const float (&state)[kRows][kBlocks][Packed<Stored>::kVec], int b,
                        uint4 (&packed)[kRows], bool& finite) const {
     if constexpr (std::is_same_v<Stored, __half>) {
       if (stochastic) {
-        // All rows together: they share the keys of the rounds, and the check of their results.
+        // All rows together: they share draws, the keys of the rounds, and the check of their results.
         constexpr int kPairs = kFp16PerDraw / 2;
         float value[kRows * kFp16PerDraw];
         uint32_t random[kRows * kPairs], pair[kRows * kPairs];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const RandomWords drawn = rounding_words(key, p + i, column / kFp16PerDraw, writes);
+          const RandomWords drawn = rounding_words(key, p + i / 2 * 2, column / kFp16PerDraw, writes);
 #pragma unroll
-          for (int k = 0; k < kPairs; ++k) random[i * kPairs + k] = drawn.word[k];
+          for (int k = 0; k < kPairs; ++k) {
+            random[i * kPairs + k] = i % 2 == 0 ? drawn.word[k] : odd_row_word(drawn.word[k]);
+          }
 #pragma unroll
           for (int v = 0; v < kFp16PerDraw; ++v) value[i * kFp16PerDraw + v] = state[i][b][v];
         }
@@ -199,16 +201,18 @@ __device__ inline void store_plain(const Problem& problem, char* chunk, int p, i
 template <int kStateDim>
 __device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p, int lane,
                                      const HeadState<kStateDim>& state) {
+  static_assert(kHeadChunks<kStateDim> % 2 == 0);
   const RoundingKey key = owner.key();
   const bool odd = lane % 2 == 1;
   bool finite = true;
 #pragma unroll
-  for (int c = 0; c < kHeadChunks<kStateDim>; ++c) {
-    // A draw serves two lanes: the even one draws for row p, the odd one for row p + 1. The even one uses the front of
-    // either draw, the odd one the back.
-    const int column = (c * kLanes + lane) * kHeadVec;
-    const RandomWords drawn = rounding_words(key, p + lane % 2, column / kFp16PerDraw, owner.writes);
-    uint32_t random[kRowsPerGroup][2];
+  for (int pair_of_chunks = 0; pair_of_chunks < kHeadChunks<kStateDim>; pair_of_chunks += 2) {
+    // A draw serves two lanes: the even one draws for the first chunk, the odd one for the second. The even one uses
+    // the front of either draw, the odd one the back.
+    const int own_chunk = pair_of_chunks + lane % 2;
+    const RandomWords drawn =
+        rounding_words(key, p, (own_chunk * kLanes + lane) * kHeadVec / kFp16PerDraw, owner.writes);
+    uint32_t random[2][2];  // of each chunk
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
       const uint32_t front = drawn.word[w], back = drawn.word[w + 2];
@@ -217,11 +221,17 @@ __device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p
       random[1][w] = odd ? back : taken;
     }
 #pragma unroll
-    for (int i = 0; i < kRowsPerGroup; ++i) {
-      uint32_t pair[2];
-      pack_fp16_sr(state[i][c], random[i], pair, finite);
-      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(pair[0], pair[1]);
-    }
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int i = 0; i < kRowsPerGroup; ++i) {
+        const int c = pair_of_chunks + k;
+        const uint32_t of_row[2] = {i == 0 ? random[k][0] : odd_row_word(random[k][0]),
+                                    i == 0 ? random[k][1] : odd_row_word(random[k][1])};
+        uint32_t pair[2];
+        pack_fp16_sr(state[i][c], of_row, pair, finite);
+        *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + (c * kLanes + lane) * kHeadVec)) =
+            make_uint2(pair[0], pair[1]);
+      }
   }
   return finite;
 }

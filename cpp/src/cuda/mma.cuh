@@ -7,9 +7,10 @@
 //
 // A warp works on a slice, 16 rows of one head. Lane (g, t) = (lane / 4, lane mod 4) has rows 2g and 2g + 1 and, of
 // every block of columns, the t-th kVec: the order of a product's columns is free, so that what vector loads bring is
-// the operand, and the sum lies where the state does. The sum over 8 records is formed by mma.m16n8k8 in TF32, B exact
-// and weight times x split in two, and added to the state by one rounding. Records are newest first. A sum's order
-// depends on h alone: the same records give the same bits in all files.
+// the operand, and the sum lies where the state does. The sum over 16 records of BF16 is formed by mma.m16n8k16, weight
+// times x in three parts, that over 8 of FP16 by mma.m16n8k8 in TF32, weight times x split in two; B is exact. It is
+// added to the state by one rounding. Records are newest first. A sum's order depends on h alone: the same records give
+// the same bits in all files.
 #pragma once
 
 #include "common.cuh"

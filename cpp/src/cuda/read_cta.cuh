@@ -1122,25 +1122,22 @@ struct ReadCta {
           if (kKeeps) weigh_tokens(inputs);
           if (k + 1 < heads) request_fold(head + 1);
         }
-#pragma unroll 1
-        for (int i = 0; i < 2 && stores; ++i) {  // a loop, for the instruction cache
-          const int p = slice * kSliceWidth + 2 * g + i;
+        if (stores) {
+          const int p = slice * kSliceWidth + 2 * g;
           const int column = column_of(lane, fold_half());
           Format* const target = reinterpret_cast<Format*>(shared + layout.folded) + p * N + column;
-          float amax = larger_magnitude(state[0][0]);
-          if (kHalves > 1) amax = larger_magnitude(amax, larger_magnitude(state[0][kHalves - 1]));
+          const float amax = slice_amax<kHalves>(state);
           if (std::is_same_v<Format, __half> && stochastic) {
             const bool moderate = amax < 65472.0f;
             if constexpr (std::is_same_v<Format, __half>) {
-              store_stochastic(state[0], key, row.writes, p, column, target, moderate);
+              store_stochastic<kHalves>(state, key, row.writes, p, column, target, moderate);
               if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
             }
           } else {
-            store_nearest(state[0], target);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) store_nearest<Format, kHalves>(state[i], target + i * N);
             finite = finite && float_bits(amax) < infinite_from(problem.config.checkpoint);
           }
-          if (i > 0) break;
-          take_second_row(state);
         }
         if (!kKeeps && stores) send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
         slice += kSlicesAtOnce;
@@ -1183,6 +1180,9 @@ struct ReadCta {
     // nothing is formed would keep registers for it.)
     const int first_slice = min(fold_index(), params.slices - 1);
     const int last_slice = first_slice + (params.slices - 1 - first_slice) / kSlicesAtOnce * kSlicesAtOnce;
+    if (!kKeeps && warp == 0 && lane < heads) {  // out of the registers, to where nothing is needed any more
+      words(layout.rate)[lane] = keys.word[0], words(layout.decay)[lane] = keys.word[1];
+    }
 #pragma unroll 1
     for (int k = 0; k < heads; ++k) {
       const int head = head_of(k);
@@ -1199,10 +1199,7 @@ struct ReadCta {
           columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
-#pragma unroll
-          for (int b = 0; b < 2 * kHalves; ++b) {
-            of_lane_amax = larger_magnitude(of_lane_amax, larger_magnitude(state[b / kHalves][b % kHalves]));
-          }
+          of_lane_amax = larger_magnitude(of_lane_amax, slice_amax<kHalves>(state));
         }
         slice -= kSlicesAtOnce;
       } while (slice >= first_slice);
@@ -1226,31 +1223,36 @@ struct ReadCta {
         synchronise();
         if (together && k + 1 < heads) request_fold(head + 1);
       }
-      const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
+      const RoundingKey key = kKeeps ? keys : RoundingKey{{words(layout.rate)[k], words(layout.decay)[k]}};
       bool finite = head_amax < infinite_from(checkpoint_format);
       const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse) + fold_half() * (N / 2)};
       slice = first_slice;
       while (true) {
-        int p = slice * kSliceWidth + 2 * g;
+        const int p = slice * kSliceWidth + 2 * g;
         const int column = column_of(lane, fold_half());
         char* stored = checkpoint(head) + (p * N + column) * stored_size;
+        const bool stochastic = checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR;
+        if (stochastic) {
+          const bool moderate = head_amax < float_bits(65472.0f);
+          __half* const target = reinterpret_cast<__half*>(stored);
+          store_stochastic<kHalves>(state, key, row.writes, p, column, target, moderate);
+          if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
+        }
+        if (kKeeps && slice == first_slice) synchronise();  // only now: scales of columns are needed
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i, ++p, stored += N * stored_size) {  // a loop, for the instruction cache
-          if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR) {
-            const bool moderate = head_amax < float_bits(65472.0f);
-            __half* const target = reinterpret_cast<__half*>(stored);
-            store_stochastic(state[0], key, row.writes, p, column, target, moderate);
-            if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
+        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+          if (stochastic) {
+            // stored above
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
-            store_nearest(state[0], reinterpret_cast<float*>(stored));
+            store_nearest<float, kHalves>(state[0], reinterpret_cast<float*>(stored));
           } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
-            store_nearest(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
+            store_nearest<__nv_bfloat16, kHalves>(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
           } else {
-            store_nearest(state[0], reinterpret_cast<__half*>(stored));
+            store_nearest<__half, kHalves>(state[0], reinterpret_cast<__half*>(stored));
           }
-          if (kKeeps && i == 0 && slice == first_slice) synchronise();  // only now: scales of columns are needed
-          cast_row<Format>(state[0], p, fold_half(), lane, cast);
+          cast_row<Format>(state[0], p + i, fold_half(), lane, cast);
           if (i > 0) break;
+          stored += N * stored_size;
           take_second_row(state);
         }
         slice += kSlicesAtOnce;

@@ -46,8 +46,8 @@ inline bool store_fp16_sr(const float* state, int32_t P, int32_t N, const Roundi
   auto* values = reinterpret_cast<uint16_t*>(chunk);
   for (int32_t p = 0; p < P; ++p) {
     for (int32_t draw = 0; draw < N / kFp16PerDraw; ++draw) {
-      const RandomWords words = rounding_words(rounding.key, p, draw, rounding.writes);
-      for (int32_t i = 0; i < kFp16PerDraw; ++i) *values++ = float_to_fp16_sr(*state++, fp16_random(words, i));
+      const RandomWords words = rounding_words(rounding.key, p - p % 2, draw, rounding.writes);
+      for (int32_t i = 0; i < kFp16PerDraw; ++i) *values++ = float_to_fp16_sr(*state++, fp16_random(words, p, i));
     }
   }
   return all_finite(chunk, REPLAYSSM_FP16, int64_t{P} * N);
