@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 
 #include "head_fold.cuh"
 #include "plain_operands.cuh"
@@ -154,7 +153,6 @@ struct ReadParams {
   ReadShared stepping, folding;
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
-  bool early;          // CTAs that step begin before await_previous() with what is known then
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
@@ -211,13 +209,6 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int i = 0; i < kWords; i += kLine) first[i / kLine] = words[i];
 #pragma unroll
   for (int value : first) asm volatile("" ::"r"(value));
-}
-
-// Leaves no line in the L1.
-__device__ inline float load_past_l1(const float* source) {
-  float value;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
-  return value;
 }
 
 // Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
@@ -350,31 +341,6 @@ struct ReadCta {
     return index;
   }
 
-  // kPaired: takes what find() has found by what the plan says before await_previous(). One thread looks: warps that
-  // found different things would be in each other's way, and all of them at once would crowd at a row's line in the L2.
-  __device__ bool take_early() {
-    int32_t* const fields = reinterpret_cast<int32_t*>(shared + layout.v);
-    if (tid == 0) {
-      const replayssm_plan_row early = early_row(params.scan, row_index);
-      fields[0] = early.slot, fields[1] = early.first_token, fields[2] = early.count;
-      fields[3] = early.history, fields[4] = early.flags, fields[5] = early.ring_row;
-    }
-    synchronise();
-    row = {};
-    row.slot = fields[0], row.first_token = fields[1], row.count = fields[2];
-    row.history = fields[3], row.flags = fields[4], row.ring_row = fields[5];
-    return row.history + row.count <= problem.config.window && consider(false);
-  }
-
-  // Which heads are the task-th part of all.
-  __device__ void find(uint32_t task) {
-    row_index = params.ctas(task);
-    const uint32_t rest = task - row_index * params.ctas.divisor;
-    group = params.chunks(rest);
-    group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
-    heads = min(params.cta_heads, params.heads_per_group - group_head);
-  }
-
   // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
     if (kKeeps) {
@@ -387,16 +353,15 @@ struct ReadCta {
       group_head = (task - of_group * chunks) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
-      find(task);
+      row_index = params.ctas(task);
+      const uint32_t rest = task - row_index * params.ctas.divisor;
+      group = params.chunks(rest);
+      group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
+      heads = min(params.cta_heads, params.heads_per_group - group_head);
     }
     row = params.scan.planned[row_index];
-    return consider(true);
-  }
-
-  // Whether the row, which is known, gives the CTA work.
-  __device__ bool consider(bool reports) {
     if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
-               reports && !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+               !kFolds && group == 0 && group_head == 0 && tid == 0) ||
         row.count == 0) {
       return false;
     }
@@ -413,8 +378,9 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
-  // Of B, staged records from `first` on that come from the ring: one run of it or two.
-  __device__ void request_b(int first_record, int count) const {
+  // Of B, what comes from the ring: one run of it or two.
+  __device__ void request_b() const {
+    const int count = from_ring();
     Staged* const B = staged(layout.b);
     if constexpr (kBlocksOfB) {
       if (warp == kWarps - 1 && elect_lane()) {
@@ -430,20 +396,15 @@ struct ReadCta {
     const int column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + column;
 #pragma unroll 1
-    for (int i = first_record + turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
       request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
     }
   }
 
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
-    request_b(0, from_ring());
-    request_new_group();
-    request_delta();
-  }
-  // C, and B of tokens that come as tensors.
-  __device__ void request_new_group() const {
     const int part_column = tid % kRowParts * 8;
+    request_b();
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
@@ -467,8 +428,6 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
-  }
-  __device__ void request_delta() const {
     if (kKeeps) {
       if (warp == 4) {
         const float* const source = delta_ring(0);
@@ -497,8 +456,6 @@ struct ReadCta {
         const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
         if (params.delta_part == 4) {
           request_16_bytes(&delta(k, record), part);
-        } else if (kPaired && params.early) {
-          delta(k, record) = load_past_l1(part);  // before await_previous() no line may be left in the L1
         } else {
           request_4_bytes(&delta(k, record), part);
         }
@@ -520,7 +477,6 @@ struct ReadCta {
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
-    Head() = default;
     __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
       const replayssm_scan_args& args = cta.args;
       const int64_t first_token = cta.row.first_token;
@@ -544,7 +500,6 @@ struct ReadCta {
 
   // Where a lane stages and finds things: bytes in shared memory. None depends on the head.
   struct Places {
-    Places() = default;
     int x, new_x;   // the lane's 16 bytes of its first record and first token
     uint32_t ring;  // where the record comes from, bytes from the ring's row 0 on
     int chunk;      // of quantised states
@@ -614,20 +569,16 @@ struct ReadCta {
   }
   // x of all records.
   __device__ void request_x(const Head& head, const Places& places) const {
-    request_x_of_ring(head, staged(places.x), places.ring, from_ring());
-    if (params.scan.append) request_x_of_tokens(head, places);
-  }
-  // The lane's records of `count`. target, from: of the first one.
-  __device__ void request_x_of_ring(const Head& head, Staged* target, uint32_t from, int count) const {
+    Staged* target = staged(places.x);
+    uint32_t from = places.ring;
 #pragma unroll 1
-    for (int i = x_row; i < count; i += x_rows) {
+    for (int i = x_row; i < from_ring(); i += x_rows) {
       request_16_bytes(target, beyond(head.ring, from));
       target += x_rows * layout.x_stride;
       from = wrapped(from + x_rows * params.x_ring_stride);
     }
-  }
-  __device__ void request_x_of_tokens(const Head& head, const Places& places) const {
-    Staged* target = staged(places.new_x);
+    if (!params.scan.append) return;
+    target = staged(places.new_x);
     const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
@@ -667,7 +618,6 @@ struct ReadCta {
     const char* next;      // to request
     int gap;               // bytes between the warp's slices of two heads
     int left, of_head;     // to request: in all; of the head of `next`
-    int requested;         // the first ones, all at once
     int own;               // of a head
     int places, barriers;  // of the slots, bytes in shared memory
     int slot;              // to be read
@@ -717,7 +667,6 @@ struct ReadCta {
       }
     }
     __syncwarp();
-    slices.requested = min(slices.left, kSlots);
 #pragma unroll 1
     for (int i = 0; i < kSlots; ++i) request_slice(slices, i);
   }
@@ -926,10 +875,8 @@ struct ReadCta {
 
   // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
   __device__ void prepare(const TokenInputs& inputs) const {
-    if (!kPaired) {  // else all has been awaited
-      await_groups<1>();
-      synchronise();
-    }
+    await_groups<1>();
+    synchronise();
     if (kBlocksOfB) await(fold_barrier(), 0);
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
@@ -1687,18 +1634,13 @@ struct ReadCta {
     synchronise();
   }
 
-  // Where none have been stored.
-  __device__ void clear_states() const {
+  // What precedes a group's heads.
+  __device__ __forceinline__ void begin() const {
     if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
-  }
-
-  // What precedes a group's heads.
-  __device__ __forceinline__ void begin() const {
-    clear_states();
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     if (kKeeps) {
@@ -1764,89 +1706,6 @@ struct ReadCta {
       if (team < heads) await_head(0);
       synchronise();
     }
-    read_heads(head, places, of_query, slices);
-    if (kKeeps && elect_lane()) await_blocks_read();
-  }
-
-  // kPaired: the task-th part of all heads. If it begins early, what steps before have left is requested before the
-  // kernel before has ended, by what the plan says then (no flush op comes between, whose rows these launches fold);
-  // should the plan say something else afterwards, all is done anew.
-  __device__ __forceinline__ void step(uint32_t task) {
-    set_up();
-    Head head;
-    Places places;
-    QueryPlaces of_query;
-    Slices slices;
-    TokenInputs inputs;
-    find(task);
-    bool known = params.early && take_early(), sure = false;
-#pragma unroll 1
-    while (true) {
-      if (known) {
-        head = Head(*this, team);
-        places = Places(*this);
-        clear_states();
-        request_b(0, history);
-        if constexpr (kPlain) {
-          slices = Slices(*this, head);
-          begin_slices(slices);
-        }
-        if (team < heads) {
-          if (!kPlain && has_state()) request_state(head.state);
-          request_x_of_ring(head, staged(places.x), places.ring, history);
-        }
-        request_delta();
-        places.find_inputs(*this);
-        if constexpr (!kPlain) of_query = QueryPlaces(*this);
-      }
-      if (!sure) await_previous();
-      replayssm_plan_row now;
-      if (known) {
-        now = params.scan.planned[row_index];
-        request_b(history, from_ring());
-        request_new_group();
-        if (team < heads) {
-          if (params.scan.append) {
-            request_x_of_tokens(head, places);
-          } else {
-            const uint32_t from = static_cast<uint32_t>(row.ring_row + x_row) * params.x_ring_stride;
-            request_x_of_ring(head, staged(places.x) + history * layout.x_stride, wrapped(from), T);
-          }
-        }
-        inputs = load_tokens();
-      }
-      await_requests();
-      synchronise();
-      if (known && (sure || loaded_for(row, now))) break;
-      const bool anew = known;
-      if (anew) await_blocks(slices);
-      if (!take(task)) return;
-      if (anew) {
-        end();
-        set_up();
-      }
-      known = sure = true;
-    }
-    prepare(inputs);
-    read_heads(head, places, of_query, slices);
-  }
-
-  // Until what step() has requested of states is there.
-  __device__ void await_blocks(const Slices& slices) const {
-    if (!has_state()) return;
-    if constexpr (kPlain) {
-#pragma unroll 1
-      for (int i = 0; i < slices.requested; ++i) await(barrier_of(slices, i), 0);
-    } else if (team < heads && member == 0) {
-#if __CUDA_ARCH__ >= 900
-      await(barrier(), 0);
-#endif
-    }
-  }
-
-  // The outputs of the team's heads, of which the first has been requested.
-  __device__ __forceinline__ void read_heads(Head& head, const Places& places, const QueryPlaces& of_query,
-                                             Slices& slices) const {
     int parity = 0, terms = places.terms;
 #pragma unroll 1
     for (int k = team; k < heads; k += kWarps) {  // once, if teams are of more warps
@@ -1868,6 +1727,7 @@ struct ReadCta {
       terms += kWarps * 4 * layout.terms_stride;
       parity ^= 1;
     }
+    if (kKeeps && elect_lane()) await_blocks_read();
   }
 };
 

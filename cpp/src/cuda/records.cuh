@@ -13,8 +13,6 @@
 // (c * 8 + lane) * kVec on: 16 stored bytes, a group's chunk one line of 128 bytes.
 #pragma once
 
-#include <cstddef>
-
 #include "mma.cuh"
 
 namespace replayssm {
@@ -76,38 +74,6 @@ __device__ inline void fetch_head(const ScanParams& params, const replayssm_buff
   const int H = params.problem.geometry.num_heads, row = index / H;
   const int32_t slot = peek_slot(params.planned[row], params.num_slots);
   if (slot >= 0) fetch_to_l2(section_of(section, slot) + (index - row * H) * head_bytes + offset, bytes);
-}
-
-// A row of the plan before await_previous(), past the L1: what a step finds the states and records of the row's history
-// and its tokens by, to load them early. The rest is zero. slot is -1 if there is nothing to load yet: no such row,
-// nonsense, or states that the flush op may have written just now.
-__device__ inline replayssm_plan_row early_row(const ScanParams& params, int32_t index) {
-  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, ring_row) == 44);
-  int32_t field[6];  // from slot to ring_row
-  const int32_t* const source = &params.planned[index].slot;
-#pragma unroll
-  for (int i = 0; i < 6; i += 2) {
-    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
-                 : "=r"(field[i]), "=r"(field[i + 1])
-                 : "l"(source + i)
-                 : "memory");
-  }
-  replayssm_plan_row row{};
-  row.slot = field[0], row.first_token = field[1], row.count = field[2], row.history = field[3], row.flags = field[4],
-  row.ring_row = field[5];
-  const bool sensible = static_cast<uint32_t>(row.slot) < static_cast<uint32_t>(params.num_slots) &&
-                        row.first_token >= 0 &&
-                        static_cast<uint32_t>(row.count) <= static_cast<uint32_t>(params.args.max_count) &&
-                        static_cast<uint32_t>(row.history) <= static_cast<uint32_t>(params.problem.config.window) &&
-                        static_cast<uint32_t>(row.ring_row) < static_cast<uint32_t>(params.problem.ring_rows);
-  if (!sensible || (params.flushed && (row.flags & REPLAYSSM_ROW_FLUSH))) row.slot = -1;
-  return row;
-}
-
-// Whether what was loaded by early_row() is what `row` of the plan, read after await_previous(), asks for.
-__device__ inline bool loaded_for(const replayssm_plan_row& early, const replayssm_plan_row& row) {
-  return early.slot == row.slot && early.first_token == row.first_token && early.count == row.count &&
-         early.history == row.history && early.flags == row.flags && early.ring_row == row.ring_row;
 }
 
 // delta = clamp(softplus(dt + bias), dt_min, dt_max); softplus(v) = log1p(exp(v)), v itself above 20. NaN stays NaN.

@@ -135,13 +135,9 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
     const int task = blockIdx.x - (among ? before + 1 : params.flush_ctas) + Cta::step_half() * params.step_ctas;
     if (kWide && task >= params.step_tasks) return;
     Cta cta(params, shared, params.team_bits);
-    if constexpr (kWide) {
-      cta.step(task);
-    } else {
-      cta.set_up();
-      await_previous();
-      if (cta.take(task)) cta.run();
-    }
+    cta.set_up();
+    await_previous();
+    if (cta.take(task)) cta.run();
     return;
   }
   using Cta = ReadCta<Format, Staged, true, kSingle, kWide>;
@@ -323,8 +319,6 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     ++params.flush_spacing;
   }
   const int halves = wide ? 2 : 1, shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
-  // Of CTAs that begin late, no load is early.
-  params.early = wide && params.flush_ctas + ctas <= kCtasPerSm / 2 * multiprocessors();
   // In larger batches fetching is worth less than what it delays.
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
