@@ -420,8 +420,8 @@ ConventionalChoice choose_conventional(int tuned_head_dim, int activation, bool 
 }
 
 // Of an SM: CTAs up to which heads are shared out to the most and, all of them being there at once, load the state
-// early; and up to which they have the L2 fetch ahead. Later ones find the kernel before ended, and would only read the
-// plan twice.
+// early; and up to which they have the L2 fetch it ahead instead. Later ones find the kernel before ended, and would
+// only read the plan twice.
 constexpr int kPartsPerSm = 4, kFetchesPerSm = 8;
 
 template <bool kVerify>
@@ -441,8 +441,8 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
     return heads * most.parts <= kPartsPerSm * sms ? most : choose(false);
   });
   const int64_t ctas = heads * choice.parts;
-  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ctas <= kFetchesPerSm * sms,
-                      ctas <= kPartsPerSm * sms);
+  const bool early = ctas <= kPartsPerSm * sms, fetches = !early && ctas <= kFetchesPerSm * sms;
+  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, fetches, early);
 }
 
 template <bool kVerify>
