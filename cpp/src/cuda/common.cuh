@@ -129,11 +129,20 @@ __device__ inline void begin_early() {
 //    loads again if it has changed.
 // It may store nothing.
 
+__device__ inline int32_t peek(const int32_t& field) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(&field) : "memory");  // leaves no line in L1
+  return value;
+}
 // The slot of a row, or a negative number.
 __device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_slots) {
-  int32_t slot;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(slot) : "l"(&row.slot) : "memory");  // leaves no line in L1
+  const int32_t slot = peek(row.slot);
   return slot < num_slots ? slot : -1;
+}
+// The same of a row whose state has been stored.
+__device__ inline int32_t peek_stored_slot(const replayssm_plan_row& row, int32_t num_slots) {
+  const int32_t flags = peek(row.flags), slot = peek_slot(row, num_slots);
+  return flags & REPLAYSSM_ROW_EMPTY ? -1 : slot;
 }
 // data and bytes are multiples of 16.
 __device__ inline void fetch_to_l2(const void* data, int bytes) {

@@ -279,7 +279,7 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int first = part * kBlockRows + group * kRows;
   int32_t loaded = -1;  // the slot whose state is there
   if constexpr (!kVerify && Shape::kTuned) {
-    if (early) loaded = peek_slot(params.planned[row_index], params.num_slots);
+    if (early) loaded = peek_stored_slot(params.planned[row_index], params.num_slots);
     if (loaded >= 0) {
       const char* chunk = section_of(params.layer.checkpoint, loaded) + head * problem.checkpoint_head_bytes;
       load_state(reinterpret_cast<const Stored*>(chunk) + first * N + lane * kVec, true,
