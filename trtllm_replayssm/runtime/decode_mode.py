@@ -3,14 +3,14 @@
 
 A conventional step reads and writes the state, where ReplaySSM's reads it beside some records. Where there is little
 state, bytes do not decide but what a step does before it has them, and of that the conventional kernel has less.
-Microseconds by FP32 states of a layer (one H200, 2026-11-30, b1d7906, `bench kernel`; docs/performance.md, "Small
-batches"):
+Microseconds by FP32 states of a layer (one H200, 2026-11-30, b61f9e6, the shards b1d7906, `bench kernel`;
+docs/performance.md, "Small batches"):
 
                                      conventional    ReplaySSM
-    Super        1 row     4 MiB              3.9          4.7
-                 2 rows    8 MiB              6.3          5.8
-    Nano-4B      1 row   3.8 MiB              3.8          5.0
-                 2 rows  7.5 MiB              6.6          6.0
+    Super        1 row     4 MiB              3.7          4.6
+                 2 rows    8 MiB              6.3          5.4
+    Nano-4B      1 row   3.8 MiB              3.5          4.8
+                 2 rows  7.5 MiB              6.3          5.7
     Super, one of 8 GPUs' heads
                  8 rows    4 MiB              3.8          5.6
                 16 rows    8 MiB              6.4          7.2
