@@ -219,10 +219,10 @@ struct Nvfp4Amax {
 };
 
 // The formats below try some scales a block and keep the one of the least squared error. The largest codes lie far
-// apart: mapping the largest of a block to 6.5 (which saturates), 5.5 or 4 instead of 6 pays if the others fit better.
+// apart: mapping the largest of a block to 4, or to a little more or less than 6, pays if the others fit better.
 //
 // They work in FP16 on u = S / (512 g c), g the head's scale, c the column's (or 1), and on the block's amax,
-//     a = max(amax(u), 2^-15 times the largest divisor)
+//     a = max(amax(u), kLeastAmax)
 // A scale s is a normal number of E4M3. By it
 //     r = |u| (2^-5 / s)
 // is 2^-14 times what the code shall stand for: that puts the smallest normal code where FP16 has its smallest normal

@@ -132,13 +132,14 @@ enum {
  *   NVFP4 read copy
  *          codes and block scales as above | E4M3 column scales [N] | fp32 head scale | zeros up to a multiple of 16
  *          bytes. g = amax(head) / 1536; column scale c = E4M3(max(sqrt(amax(column) / amax(head)), 2^-6)); of a block
- *          of 16 columns of u = FP16(S / (512 g c)) the scale s is, of three near amax(u) 512 / 6 and 512 / 4, the one
- *          of the least squared error of the block (if amax(head) >= 2^127 the first); S = (code * (s * g)) * c.
+ *          of 16 columns of u = FP16(S / (512 g c)) the scale s is, of three near a 512 / 6 and a 512 / 4, with a =
+ *          max(amax(u), 2^-15 * 6.5), the one of the least squared error of the block (if amax(head) >= 2^127 the
+ *          first); S = (code * (s * g)) * c.
  *   E2M2   codes of 5 bits: sign, 2 exponent bits, 2 mantissa bits: 0, .25 .. 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7. Their
  *          upper four bits [P,N/2] as in NVFP4 | their lowest bits [P,N/16], 16 columns in a little-endian uint16, the
  *          first in bit 0 | E4M3 block scales [P,N/16] | fp32 head scale | zeros up to a multiple of 16 bytes.
  *          g = amax(head) / 2464; of u as above with c = 1 s = E4M3(max(amax(u), 2^-15 * 7.5) * 512 / d), by the one of
- *          d = 7, 6.5, 7.5, 6 of the least error; S = code * (s * g).
+ *          d = 7, 6.5, 7.5, 6 of the least error (if amax(head) >= 2^127 by 7); S = code * (s * g).
  *   A row or head whose scale is 0 (all values 0, or too small for the scale) has zeros for codes and other scales.
  *   One that holds a NaN or an infinity has a NaN for its scale and zeros elsewhere: every value reads as NaN. Steps
  *   may multiply C by c instead of S. How the searches round, with ties away from 0, and what they take for an error
@@ -452,9 +453,9 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
 
-/* From a plan to the last op that takes it, nobody but these ops may write what its slots hold: on CUDA steps load
- * states and records before what is ahead of them in the stream has ended. Kernels of the caller's that are launched
- * early themselves (programmatic dependent launch) must wait for those ahead of them before they end. */
+/* From a plan to the last op that takes it, nobody but these ops may write what its slots hold: on CUDA steps may
+ * load states and records before what is ahead of them in the stream has ended. Kernels of the caller's that are
+ * launched early themselves (programmatic dependent launch) must wait for those ahead of them before they end. */
 
 /* out = x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row, in FP32: what stands
  * between the other ops of a model. With `addend` the norm before a layer and the sum before that; with `gate`

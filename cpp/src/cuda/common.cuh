@@ -92,7 +92,7 @@ replayssm_status launch(const char* op, void (*kernel)(Params...), int64_t block
 }
 
 // The kernel may begin before the one before it in the stream has ended, if that allows it: every thread calls
-// begin_early(), or its two parts, before it touches global memory.
+// begin_early(), or its two parts, before it touches global memory, but for what may come before (below).
 template <typename... Params>
 replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared,
                               const replayssm_exec& exec, const std::decay_t<Params>&... params) {
@@ -100,7 +100,7 @@ replayssm_status launch_early(const char* op, void (*kernel)(Params...), int64_t
 }
 
 // Of a kernel launched early: lets the next one begin, if that was launched early too; waits for the one before, which
-// comes before any access to global memory.
+// comes before any other access to global memory than those below.
 __device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -139,7 +139,7 @@ __device__ inline int32_t peek_slot(const replayssm_plan_row& row, int32_t num_s
   const int32_t slot = peek(row.slot);
   return slot < num_slots ? slot : -1;
 }
-// The same of a row whose state has been stored.
+// The same of a row whose state has been stored, as the plan reads now: like all that is peeked, it may be wrong.
 __device__ inline int32_t peek_stored_slot(const replayssm_plan_row& row, int32_t num_slots) {
   const int32_t flags = peek(row.flags), slot = peek_slot(row, num_slots);
   return flags & REPLAYSSM_ROW_EMPTY ? -1 : slot;

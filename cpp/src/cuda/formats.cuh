@@ -200,7 +200,8 @@ struct TriedScale {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_scale) : "f"(bits_float(scale + (5u << 23))));
     const __half2 inverse = __float2half2_rn(of_scale);
     const uint32_t step = half_code(scale, factor);
-    const uint32_t front = step * 0x03020100u, back = step * 0x0c080604u;  // m q; by the wide scale none of code 7
+    // m q. By the wide scale there is no code 7, but where it saturates, and there m q is 168.
+    const uint32_t front = step * 0x03020100u, back = step * 0x0c080604u;
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t ratio[4];

@@ -50,7 +50,7 @@ struct ReadShared {
                               // history's delta lie the tokens'. v has the exponents first. CTAs that fold have their
                               // decay behind it
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
-  int scaled;    // of each warp: C times column scales, where a row has one token. CTAs that don't fold have this and
+  int scaled;    // of each warp: column scales, of rows of one token times C. CTAs that don't fold have this and
                  // terms in the place of B and C, of which nothing is needed then
   int x, state;  // of each team; plain checkpoints: state of each warp, kSlots slices
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
@@ -512,7 +512,8 @@ struct ReadCta {
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
       new_x = keep(cta.new_x_at() + 2 * ((kSingle ? 0 : cta.x_row) * layout.x_stride + cta.x_column));
       const int oldest = cta.row.ring_row - cta.history;
-      ring = cta.wrapped((oldest + (oldest < 0 ? cta.problem.ring_rows : 0) + cta.x_row) * cta.params.x_ring_stride);
+      const uint32_t first_row = oldest + (oldest < 0 ? cta.problem.ring_rows : 0) + cta.x_row;
+      ring = cta.wrapped(first_row * static_cast<uint32_t>(cta.params.x_ring_stride));
     }
     // What is read of a head that has been requested.
     __device__ void find_inputs(const ReadCta& cta) {

@@ -35,10 +35,9 @@
 //  2. The sums over the history and over the new tokens are products too: x exact, weights split. A new token must not
 //     touch those before it, even if it is a NaN, of which zero times is one: x that is not finite is left out of the
 //     product, and added by the CUDA cores to the tokens that it belongs to.
-//  3. A row flagged FLUSH folds its records first. The sum over 8 records is formed on the tensor cores, weights times
-//     x split as above, B's columns permuted so that it lies where the state does, and added to the state by one
-//     rounding. What is stored is kept: the outputs read what the next step will read. It goes to memory in blocks, as
-//     it came.
+//  3. A row flagged FLUSH folds its records first, as mma.cuh has it: a tile's sum is formed on the tensor cores, B's
+//     columns permuted so that it lies where the state does, and added to the state by one rounding. What is stored is
+//     kept: the outputs read what the next step will read. It goes to memory in blocks, as it came.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
