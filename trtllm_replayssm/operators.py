@@ -152,14 +152,15 @@ def abandon(table, spec, plan, rows, use):
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory from the first to the last element of one meets the other's; neither is empty."""
-    ends = [
-        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for tensor in (a, b)
-    ]
-    ranges = [(tensor.data_ptr(), end * tensor.element_size()) for tensor, end in zip((a, b), ends, strict=True)]
-    (first, first_bytes), (second, second_bytes) = ranges
-    return first < second + second_bytes and second < first + first_bytes
+    """Whether two matrices of contiguous rows, neither empty, share memory. Other columns of one buffer are no overlap;
+    where the rows lie differently far apart, what lies between two rows counts as theirs.
+    """
+    size, widths = a.element_size(), (a.shape[1], b.shape[1])
+    ahead = (b.data_ptr() - a.data_ptr()) // size  # elements from a's first to b's
+    if not -(b.stride(0) * (b.shape[0] - 1) + widths[1]) < ahead < a.stride(0) * (a.shape[0] - 1) + widths[0]:
+        return False
+    apart = a.stride(0)
+    return not apart or b.stride(0) != apart or ahead % apart < widths[0] or -ahead % apart < widths[1]
 
 
 def conv_step(table, data, spec, layer, plan, rows, xBC, weight, bias, out, max_count, records):

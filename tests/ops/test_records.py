@@ -262,6 +262,10 @@ def test_steps_without_their_records_are_refused(device):
     with pytest.raises(ValueError, match="out: expected a tensor that does not overlap xBC, got the same memory"):
         ops.conv_step(pool, 0, plan, *convolution, columns, records=True)
     assert same_bits(pool.data, before)
+    both = torch.cat([raw, C.flatten(1)], 1)  # other columns of one buffer
+    beside = both[:, raw.shape[1] :].unflatten(1, C.shape[1:])
+    ops.conv_step(pool, 0, plan, both[:, : raw.shape[1]], *convolution[1:], beside, records=True)
+    assert same_bits(beside, C) and same_bits(both[:, : raw.shape[1]], raw)
 
     ops.conv_step(pool, 0, plan, *convolution, records=True)
     ops.conv_step(pool, 0, plan, *convolution)  # its x, B and C are in a tensor: what is stored is another's
