@@ -256,6 +256,13 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const __half*
   }
 }
 
+// What 16 bytes each of rows g and g + 8 of B and of token g of C add to the sums of multiply_records().
+template <typename Staged>
+__device__ inline void multiply_parts(const uint4& upper, const uint4& lower, const uint4& token, float (&sum)[2][4]) {
+  multiply_pairs<Staged>(sum[0], upper.x, lower.x, upper.y, lower.y, token.x, token.y);
+  multiply_pairs<Staged>(sum[1], upper.z, lower.z, upper.w, lower.w, token.z, token.w);
+}
+
 // A tile of B^T C, of 16 records from `first` on by 8 tokens from `token` on, in two sums for the even and the odd
 // words of the rows. Lane (g, t) has records g and g + 8 of tokens 2t and 2t + 1, as mma.m16n8k16 has them. Rows and
 // columns beyond the last of `count` records and T tokens repeat it. B, C: rows kRowStride apart.
@@ -267,9 +274,7 @@ __device__ inline void multiply_records(const Staged* B, int first, int count, c
   const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kRowStride) + t;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = tokens[b * 4];
-    multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
-    multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+    multiply_parts<Staged>(upper[b * 4], lower[b * 4], tokens[b * 4], sum);
   }
 }
 

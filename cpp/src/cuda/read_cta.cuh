@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "head_fold.cuh"
 #include "plain_operands.cuh"
@@ -353,15 +354,25 @@ struct ReadCta {
       group_head = (task - of_group * chunks) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
-      row_index = params.ctas(task);
-      const uint32_t rest = task - row_index * params.ctas.divisor;
-      group = params.chunks(rest);
-      group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
-      heads = min(params.cta_heads, params.heads_per_group - group_head);
+      find(task);
     }
     row = params.scan.planned[row_index];
+    return consider(true);
+  }
+
+  // Which heads are the task-th part of all.
+  __device__ void find(uint32_t task) {
+    row_index = params.ctas(task);
+    const uint32_t rest = task - row_index * params.ctas.divisor;
+    group = params.chunks(rest);
+    group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
+    heads = min(params.cta_heads, params.heads_per_group - group_head);
+  }
+
+  // Whether the row, which is known, gives the CTA work.
+  __device__ bool consider(bool reports) {
     if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
-               !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+               reports && !kFolds && group == 0 && group_head == 0 && tid == 0) ||
         row.count == 0) {
       return false;
     }
@@ -477,6 +488,7 @@ struct ReadCta {
     Staged* out;          // of the first token, in the lane's row of the warp's first slice
     int head;
 
+    Head() = default;
     __device__ Head(const ReadCta& cta, int k) : head(cta.head_of(k)) {
       const replayssm_scan_args& args = cta.args;
       const int64_t first_token = cta.row.first_token;
@@ -507,6 +519,7 @@ struct ReadCta {
     int run_x[2];   // the lane's row of a tile's first slice
     int out_x;      // of quantised states: the lane's row of the first slice, of the only token
 
+    Places() = default;
     __device__ explicit Places(const ReadCta& cta) {
       const ReadShared& layout = cta.layout;
       x = keep(cta.x_at() + 2 * (cta.x_row * layout.x_stride + cta.x_column));
@@ -568,18 +581,22 @@ struct ReadCta {
     if (!kPlain && has_state() && !kKeeps) request_state(head.state);
     if (!kKeeps) request_x(head, places);  // else x is there
   }
-  // x of all records.
-  __device__ void request_x(const Head& head, const Places& places) const {
+  // The lane's records of x, of the first `count`.
+  __device__ void request_x(const Head& head, const Places& places, int count) const {
     Staged* target = staged(places.x);
     uint32_t from = places.ring;
 #pragma unroll 1
-    for (int i = x_row; i < from_ring(); i += x_rows) {
+    for (int i = x_row; i < count; i += x_rows) {
       request_16_bytes(target, beyond(head.ring, from));
       target += x_rows * layout.x_stride;
       from = wrapped(from + x_rows * params.x_ring_stride);
     }
+  }
+  // x of all records.
+  __device__ void request_x(const Head& head, const Places& places) const {
+    request_x(head, places, from_ring());
     if (!params.scan.append) return;
-    target = staged(places.new_x);
+    Staged* target = staged(places.new_x);
     const Staged* source = head.new_x;
 #pragma unroll 1
     for (int s = x_row; s < T; s += x_rows, source += x_rows * args.x.stride[0]) {
@@ -845,8 +862,15 @@ struct ReadCta {
     }
   }
 
+  // A weight times B^T C in two parts of BF16: the upper half, and what this leaves out.
+  __device__ static float weight_in_parts(float weight, float product) {
+    const uint32_t bits = float_bits(__fmul_rn(weight, product)), upper = bits & 0xffff0000u;
+    const float rest = __fsub_rn(bits_float(bits), bits_float(upper));
+    return bits_float(upper | pack_pair<__nv_bfloat16>(rest, 0.0f));
+  }
+
   // v in the place of the exponents, and zeros up to a multiple of 16. A row's only token, to a quantised state, takes
-  // v times B^T C instead, in two parts of BF16: upper halves, and what these leave out.
+  // v times B^T C instead, in parts.
   __device__ void weigh_records() const {
     constexpr int kTile = 16, kHeads = kThreads / kTile;
 #pragma unroll 1
@@ -856,9 +880,7 @@ struct ReadCta {
       for (int i = tid % kTile; i < round_up(history, kTile); i += kTile) {
         const float weight = i < history ? record_weight(delta(k, i), v[i]) : 0.0f;
         if (reads_one()) {
-          const uint32_t bits = float_bits(__fmul_rn(weight, floats(layout.g)[i])), upper = bits & 0xffff0000u;
-          const float rest = __fsub_rn(bits_float(bits), bits_float(upper));
-          v[i] = bits_float(upper | pack_pair<__nv_bfloat16>(rest, 0.0f));
+          v[i] = weight_in_parts(weight, floats(layout.g)[i]);
         } else {
           v[i] = weight;
         }

@@ -50,7 +50,7 @@
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
 // read_cta.cuh.
-#include "read_cta.cuh"
+#include "read_early.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -148,6 +148,22 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
   }
 }
 
+// Rows of one token in launches whose CTAs that step are there at once, before those that fold.
+template <typename Format, typename Staged>
+__global__ __launch_bounds__(2 * kThreads, kCtasPerSm / 2) void step_early_kernel(
+    const __grid_constant__ ReadParams params) {
+  extern __shared__ __align__(128) char shared[];
+  let_next_begin();
+  fetch_parameters(params);
+  const int number = blockIdx.x - params.step_ctas;
+  if (number < 0) {
+    const int task = blockIdx.x + ReadCta<Format, Staged, false, true, true>::step_half() * params.step_ctas;
+    if (task < params.step_tasks) EarlyStep<Format, Staged>(params, shared).run(task);
+  } else {
+    fold_one_by_one<ReadCta<Format, Staged, true, true, true>>(params, shared, number);
+  }
+}
+
 // ---- launch --------------------------------------------------------------------------------------------------------
 
 using ReadKernel = void(ReadParams);
@@ -166,8 +182,12 @@ template <typename Format>
 constexpr bool kCanBeWide = !std::is_same_v<Format, Fp8>;
 
 template <typename Format>
-ReadKernel* choose_read(int activation, bool single, bool wide) {
+ReadKernel* choose_read(int activation, bool single, bool wide, bool early) {
   if constexpr (kCanBeWide<Format>) {
+    if (early) {
+      return activation == REPLAYSSM_BF16 ? step_early_kernel<Format, __nv_bfloat16>
+                                          : step_early_kernel<Format, __half>;
+    }
     if (wide) return choose_read<Format, true>(activation, single);
   }
   return choose_read<Format, false>(activation, single);
@@ -207,6 +227,11 @@ int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 :
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
   return each * multiprocessors();
+}
+// Steps that load early stand on the multiprocessors, two in a CTA and two CTAs in each.
+int most_early_heads() {
+  static const char* const given = getenv("REPLAYSSM_EARLY");
+  return given ? atoi(given) : 4 * multiprocessors();
 }
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
@@ -303,6 +328,9 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
   const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
+  const bool early = wide && scan.args.max_count == 1 && problem.config.window <= kEarlyWindow && scan.x_aligned &&
+                     scan.b_aligned && scan.c_aligned && row_heads <= most_early_heads();
+  if (early) share(1, kWarpBits);
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
     params.folding = wide_folding;
@@ -323,7 +351,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
-    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, wide),
+    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, wide, early),
                         row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, halves * kThreads, shared, exec,
                         params);
   });
@@ -339,11 +367,11 @@ cudaError_t load_step_read_kernels() {
                                 {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_E2M2}};
   for (const auto& format : formats) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (bool wide : {false, true}) {
+      for (int width : {0, 1, 2}) {
         for (bool single : {false, true}) {
           config.checkpoint = format[0], config.read_copy = format[1];
           ReadKernel* const kernel = with_read_format(
-              config, [&](auto format) { return choose_read<decltype(format)>(activation, single, wide); });
+              config, [&](auto format) { return choose_read<decltype(format)>(activation, single, width > 0, width > 1); });
           cudaError_t error = load_kernel(kernel);
           if (error == cudaSuccess) {
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
