@@ -256,11 +256,18 @@ __device__ inline void add_records(float (&state)[2][kPart][kVec], const __half*
   }
 }
 
-// What 16 bytes each of rows g and g + 8 of B and of token g of C add to the sums of multiply_records().
-template <typename Staged>
-__device__ inline void multiply_parts(const uint4& upper, const uint4& lower, const uint4& token, float (&sum)[2][4]) {
-  multiply_pairs<Staged>(sum[0], upper.x, lower.x, upper.y, lower.y, token.x, token.y);
-  multiply_pairs<Staged>(sum[1], upper.z, lower.z, upper.w, lower.w, token.z, token.w);
+// What follows, with token g of C as lane (g, t) takes it: every fourth 16 bytes from its t-th on.
+template <int kRowStride = kStride, typename Staged>
+__device__ inline void multiply_records(const Staged* B, int first, int count, const uint4 (&token)[4], int g, int t,
+                                        float (&sum)[2][4]) {
+  const uint4* const upper = reinterpret_cast<const uint4*>(B + min(first + g, count - 1) * kRowStride) + t;
+  const uint4* const lower = reinterpret_cast<const uint4*>(B + min(first + g + 8, count - 1) * kRowStride) + t;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const uint4 k0 = upper[b * 4], k1 = lower[b * 4], q = token[b];
+    multiply_pairs<Staged>(sum[0], k0.x, k1.x, k0.y, k1.y, q.x, q.y);
+    multiply_pairs<Staged>(sum[1], k0.z, k1.z, k0.w, k1.w, q.z, q.w);
+  }
 }
 
 // A tile of B^T C, of 16 records from `first` on by 8 tokens from `token` on, in two sums for the even and the odd
@@ -269,13 +276,9 @@ __device__ inline void multiply_parts(const uint4& upper, const uint4& lower, co
 template <int kRowStride = kStride, typename Staged>
 __device__ inline void multiply_records(const Staged* B, int first, int count, const Staged* C, int token, int T, int g,
                                         int t, float (&sum)[2][4]) {
-  const uint4* const upper = reinterpret_cast<const uint4*>(B + min(first + g, count - 1) * kRowStride) + t;
-  const uint4* const lower = reinterpret_cast<const uint4*>(B + min(first + g + 8, count - 1) * kRowStride) + t;
-  const uint4* const tokens = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kRowStride) + t;
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    multiply_parts<Staged>(upper[b * 4], lower[b * 4], tokens[b * 4], sum);
-  }
+  const uint4* const row = reinterpret_cast<const uint4*>(C + min(token + g, T - 1) * kRowStride) + t;
+  const uint4 parts[4] = {row[0], row[4], row[8], row[12]};
+  multiply_records<kRowStride>(B, first, count, parts, g, t, sum);
 }
 
 }  // namespace cuda

@@ -63,6 +63,11 @@ struct ReadShared {
   int state_bytes, bytes;
 
   ReadShared() = default;
+  // Terms and scaled where they are in nothing's place.
+  void part(int heads) {
+    terms = bytes, scaled = terms + heads * terms_stride * 4;
+    bytes = round_up(scaled + warps * kQueryStride * 4, 128);
+  }
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
   static ReadShared of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size);
@@ -153,6 +158,7 @@ struct ReadParams {
   } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
   int fetches;         // CTAs that have the L2 fetch states ahead
+  bool rehearses, folds_early;
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
@@ -162,6 +168,31 @@ __device__ inline char* hide_address(char* shared) {
   uint32_t address = shared_address(shared);
   asm volatile("" : "+r"(address));
   return static_cast<char*>(__cvta_shared_to_generic(address));
+}
+
+// Past the L1, and not behind await_previous(), where the compiler might put it.
+__device__ inline uint4 load_early(const uint4* source) {
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(source)
+               : "memory");
+  return value;
+}
+__device__ inline uint2 load_early(const uint2* source) {
+  uint2 value;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(source) : "memory");
+  return value;
+}
+__device__ inline uint16_t load_early(const uint16_t* source) {
+  uint16_t value;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(source) : "memory");
+  return value;
+}
+__device__ inline float load_early(const float* source) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  return value;
 }
 
 // The rows of a step that flush. Of few rows they are told by looking at all of them at once, which takes one access to
@@ -177,15 +208,26 @@ struct FlushingRows {
     const replayssm_plan_row* const planned = params.scan.planned;
     FlushingRows rows{reinterpret_cast<const int32_t*>(planned + params.rows), 0, 0};
     if (kFew && params.rows <= 32) {
-      const int lane = threadIdx.x % 32;
-      const replayssm_plan_row& row = planned[min(lane, params.rows - 1)];
+      const replayssm_plan_row& row = planned[min(threadIdx.x % 32, params.rows - 1)];
       const int32_t slot = row.slot, flags = row.flags;  // two loads, of which neither waits for the other
-      rows.few = __ballot_sync(~0u, lane < params.rows && slot >= 0 && flags & REPLAYSSM_ROW_FLUSH);
-      rows.count = __popc(rows.few);
+      rows.take_few(slot, flags, params.rows);
     } else {
       rows.count = (reinterpret_cast<const replayssm_plan_header*>(planned) - 1)->num_flush;
     }
     return rows;
+  }
+  // Of few rows, as the plan reads before await_previous(); of many, none.
+  __device__ static FlushingRows peek(const ReadParams& params) {
+    FlushingRows rows{};
+    if (params.rows > 32) return rows;
+    const replayssm_plan_row& row = params.scan.planned[min(threadIdx.x % 32, params.rows - 1)];
+    const int32_t flags = cuda::peek(row.flags), slot = cuda::peek(row.slot);
+    rows.take_few(slot, flags, params.rows);
+    return rows;
+  }
+  __device__ void take_few(int32_t slot, int32_t flags, int rows) {
+    few = __ballot_sync(~0u, static_cast<int>(threadIdx.x % 32) < rows && slot >= 0 && flags & REPLAYSSM_ROW_FLUSH);
+    count = __popc(few);
   }
   __device__ int operator[](int index) const {
     if (few == 0) return listed[index];
@@ -384,6 +426,32 @@ struct ReadCta {
     return kFolds || !flagged || flushed;  // else a CTA that folds has it
   }
 
+  // kKeeps: the same before await_previous(), by what the plan says then; all threads find the same.
+  __device__ bool peek(int index) {
+    int32_t* const found = reinterpret_cast<int32_t*>(words(layout.query));  // a row, and which it is
+    constexpr int kWords = sizeof(replayssm_plan_row) / 4;
+    if (warp == 0) {
+      const FlushingRows flushing = FlushingRows::peek(params);
+      const int peeked = index < flushing.count ? flushing[index] : -1;
+      if (peeked >= 0 && lane < kWords) {
+        found[lane] = cuda::peek(reinterpret_cast<const int32_t*>(params.scan.planned + peeked)[lane]);
+      }
+      if (lane == 0) found[kWords] = peeked;
+    }
+    synchronise();
+    row_index = found[kWords];
+    if (row_index < 0) return false;
+    row = *reinterpret_cast<const replayssm_plan_row*>(found);
+    return row.slot < params.scan.num_slots && row.first_token >= 0 && row.history > 0 && row.ring_row >= 0 &&
+           row.ring_row < problem.ring_rows && row.flags & REPLAYSSM_ROW_FLUSH && consider(false);
+  }
+  // Whether a row is the same.
+  __device__ bool is_same(const replayssm_plan_row& other) const {
+    return other.slot == row.slot && other.first_token == row.first_token && other.count == row.count &&
+           other.history == row.history && other.flags == row.flags && other.ring_row == row.ring_row &&
+           other.stream == row.stream && other.writes == row.writes;
+  }
+
   // ---- copies ----
 
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
@@ -439,16 +507,7 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
-    if (kKeeps) {
-      if (warp == 4) {
-        const float* const source = delta_ring(0);
-#pragma unroll 1
-        for (int i = lane; i < h; i += 32) {
-          request_4_bytes(&delta(0, i), source + ring_before(i) * params.heads_per_group);
-        }
-      }
-      return;
-    }
+    if (kKeeps) return;  // delta is there
     if constexpr (kFolds) {
       const int k = thread_head();
       if (k >= heads) return;
@@ -898,8 +957,10 @@ struct ReadCta {
 
   // All that precedes the heads. The first heads of all teams have been requested, and before them the group.
   __device__ void prepare(const TokenInputs& inputs) const {
-    await_groups<1>();
-    synchronise();
+    if (!kKeeps) {  // else all threads are at one point
+      await_groups<1>();
+      synchronise();
+    }
     if (kBlocksOfB) await(fold_barrier(), 0);
     if (params.scan.append && group_head == 0) {
       const int part_column = tid % kRowParts * 8;
@@ -912,13 +973,7 @@ struct ReadCta {
     form_products();
     form_query();
     discretise(inputs);
-    if (kKeeps) {  // weigh_tokens() comes later; each warp weighs the history for itself
-      const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
-      const float decay = weigh_history(floats(layout.delta), rate, h, lane, fold_weights(0));
-      if (lane == 0) fold_weights(0)[layout.delta_stride - 1] = decay;
-      __syncwarp();
-      return;
-    }
+    if (kKeeps) return;  // weigh_tokens() comes later
     synchronise();
     if (!kFolds) {
       weigh_records();
@@ -980,7 +1035,10 @@ struct ReadCta {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int record = 16 * first + 8 * (i / 2) + (kInParts ? 2 * t + i % 2 : 4 * (i % 2) + t);
-      raw[i] = record < h ? *reinterpret_cast<const uint4*>(ring + ring_before(record) * N) : make_uint4(0, 0, 0, 0);
+      raw[i] = make_uint4(0, 0, 0, 0);
+      if (record >= h) continue;
+      const auto* const from = reinterpret_cast<const uint4*>(ring + ring_before(record) * N);
+      raw[i] = kKeeps ? load_early(from) : *from;
     }
   }
   __device__ int first_widened() const { return tid / (4 * kRowParts); }
@@ -1070,7 +1128,9 @@ struct ReadCta {
   }
 
   // Plain checkpoints, of which steps read what is stored.
-  __device__ __forceinline__ void fold_plain_heads(const TokenInputs& inputs, RoundingKey keys) const {
+  template <typename Take>
+  __device__ __forceinline__ bool fold_plain_heads(const TokenInputs& inputs, RoundingKey keys,
+                                                   const Take& take_tokens) const {
     const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
     const bool stochastic = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR;
 #pragma unroll 1
@@ -1082,10 +1142,12 @@ struct ReadCta {
       // A warp that has none forms the last one too, but stores it only where all is sent at once, after a barrier:
       // what another warp sends must not be on its way to its last bits (store_stochastic()).
       const bool stores = kKeeps || fold_index() < params.slices;
-      int slice = min(fold_index(), params.slices - 1);
+      const int first_slice = min(fold_index(), params.slices - 1);
+      int slice = first_slice;
       while (true) {
         SlicePart<kHalves> state;
         form_slice(k, slice, state);
+        if (kKeeps && slice == first_slice && !take_tokens()) return false;
         if (!kKeeps) await_folded_read();
         if (together && (kKeeps || heads > 1)) {
           synchronise();  // two warps may have read, or sent, what either stores in its place
@@ -1119,6 +1181,7 @@ struct ReadCta {
       synchronise();
       weigh_tokens(inputs);
     }
+    return true;
   }
 
   // The lane's second row of a slice in the place of its first.
@@ -1142,7 +1205,9 @@ struct ReadCta {
   }
 
   // With a read copy, of which steps read what is cast.
-  __device__ __forceinline__ void fold_heads(const TokenInputs& inputs, RoundingKey keys) const {
+  template <typename Take>
+  __device__ __forceinline__ bool fold_heads(const TokenInputs& inputs, RoundingKey keys,
+                                             const Take& take_tokens) const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
@@ -1180,6 +1245,7 @@ struct ReadCta {
       }
       const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
       if (lane == 0) words(layout.warp_max)[warp] = of_warp;
+      if (kKeeps && !take_tokens()) return false;
       synchronise();
       uint32_t head_amax = 0;
 #pragma unroll
@@ -1231,6 +1297,7 @@ struct ReadCta {
       }
       finish_fold(head, finite, !together && k + 1 < heads);
     }
+    return true;
   }
 
   // The scale of the head, and of columns: to the copy, what columns are multiplied by to shared memory.
@@ -1666,10 +1733,13 @@ struct ReadCta {
     }
     if constexpr (kFolds) request_fold(head_of(0));
     request_group();
-    if (kKeeps) {
-      request_x(Head(*this, 0), Places(*this));
-    }
     close_group();
+  }
+
+  __device__ void clear_before_x() const {
+    for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
+      *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
+    }
   }
 
   // All of it, up to the state of the heads.
@@ -1677,35 +1747,74 @@ struct ReadCta {
     RawHistory raw;
     load_history(first_widened(), raw);
     begin();
-    for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
-      *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
-    }
+    clear_before_x();
     close_group();
     const TokenInputs inputs = load_tokens();
-    RoundingKey keys{};
-    if (kKeeps) keys = fold_keys();
     widen_history(raw);
     prepare(inputs);
-    if (!kKeeps) keys = fold_keys();
+    const RoundingKey keys = fold_keys();
     if constexpr (kPlain) {
-      fold_plain_heads(inputs, keys);
+      fold_plain_heads(inputs, keys, [] { return true; });
     } else {
-      fold_heads(inputs, keys);
+      fold_heads(inputs, keys, [] { return true; });
     }
-    if (kKeeps) {
-      finish_stores_before_blocks();
-    } else {
-      if (kPlain && elect_lane()) await_blocks_stored();
-      finish_writes_before_blocks();
-    }
+    if (kPlain && elect_lane()) await_blocks_stored();
+    finish_writes_before_blocks();
     synchronise();
-    if (kKeeps && warp == kWarps - 1) {
+  }
+
+  // kKeeps: the same, the state formed before await_previous(), unless the row is sure, by what peek() has found. Should
+  // holds() say then that the row is another one: false, nothing has been stored, and nothing is under way.
+  template <typename Holds>
+  __device__ __forceinline__ bool fold_kept(bool sure, const Holds& holds) const {
+    RawHistory raw;
+    load_history(first_widened(), raw);
+    request_fold(head_of(0));
+    if (warp == 4) {
+#pragma unroll 1
+      for (int i = lane; i < h; i += 32) {
+        delta(0, i) = load_early(delta_ring(0) + ring_before(i) * params.heads_per_group);
+      }
+    }
+    const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head_of(0));
+    clear_before_x();
+    const RoundingKey keys = fold_keys();
+    widen_history(raw);
+    synchronise();
+    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));  // each warp weighs the history for itself
+    const float decay = weigh_history(floats(layout.delta), rate, h, lane, fold_weights(0));
+    if (lane == 0) fold_weights(0)[layout.delta_stride - 1] = decay;
+    __syncwarp();
+    TokenInputs inputs;
+    auto take_tokens = [&] {
+      if (!sure) await_previous();
+      request_group();
+      request_x(Head(*this, 0), Places(*this));
+      inputs = load_tokens();
+      const bool same = sure || holds();
+      await_requests();
+      if (!__syncthreads_and(same)) return false;
+      prepare(inputs);
+      return true;
+    };
+    const bool folded = [&] {
+      if constexpr (kPlain) {
+        return fold_plain_heads(inputs, keys, take_tokens);
+      } else {
+        return fold_heads(inputs, keys, take_tokens);
+      }
+    }();
+    if (!folded) return false;
+    finish_stores_before_blocks();
+    synchronise();
+    if (warp == kWarps - 1) {
       if (kPlain) {
         send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
       } else {
         send_folded(read_copy(head_of(0)), 0, params.state_bytes);
       }
     }
+    return true;
   }
 
   // All of it or, if the CTA folds, what is left to do.

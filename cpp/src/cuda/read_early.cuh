@@ -16,8 +16,8 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// The longest window: a warp has 16 records of B in registers.
-constexpr int kEarlyWindow = 16 * kWarps;
+// The longest window: two warps have 16 records of B each, in registers, and a lane of a third has a record's delta.
+constexpr int kEarlyWindow = 32;
 
 // A row of a plan that may not be there yet, of what steps need: past the L1, and the same for all lanes of a warp.
 __device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
@@ -37,36 +37,29 @@ __device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned)
   return row;
 }
 
-// Past the L1, and not behind await_previous(), where the compiler might put it.
-__device__ inline uint4 load_early(const uint4* source) {
-  uint4 value;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(source)
-               : "memory");
-  return value;
-}
-__device__ inline float load_early(const float* source) {
-  float value;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
-  return value;
-}
-
 template <typename Format, typename Staged>
 struct EarlyStep {
   using Cta = ReadCta<Format, Staged, false, true, true>;
+  using State = typename Cta::State;
   static constexpr bool kPlain = Cta::kPlain;
-  static constexpr int N = kMaxStateDim;
-  static constexpr int kTokenWarp = 2, kQueryWarp = 3;  // have the fewest records
+  static constexpr int N = kMaxStateDim, kTiles = kEarlyWindow / 16;
+  // Of the four warps; the first kTiles have 16 records each of the run, the history and the token behind it.
+  static constexpr int kStepWarp = 2, kQueryWarp = 3;
+  static constexpr int kMostSlices = kMaxHeadDim / kSliceWidth / kWarps;  // of a warp
 
   Cta cta;
-  typename Cta::Head head;
-  typename Cta::Places places;
-  typename Cta::QueryPlaces of_query;
-  typename Cta::Slices slices;
-  uint4 b[2][4];  // of the warp's 16 records, rows g and g + 8
-  uint4 new_b[4];
-  float rate, step;
+
+  // What is there before await_previous().
+  uint32_t x[kTiles][4];            // of the first slice
+  float rate, bias, skip;           // kStepWarp
+  // Where the token's inputs are. Of the first kTiles warps the lane's parts of C and B, of kStepWarp dt, of kQueryWarp
+  // four columns of C; of all of them x.
+  const char *input, *new_b;
+  const uint16_t* new_x;
+  Staged* out;
+  // What comes then.
+  uint16_t own_x[kMostSlices][2];
+  float step;
 
   __device__ __forceinline__ explicit EarlyStep(const ReadParams& params, char* shared)
       : cta(params, shared, kWarpBits) {}
@@ -79,30 +72,38 @@ struct EarlyStep {
     while (true) {
       if (known) {
         request_history();
+        find_token();
         await_requests();
       }
       cta.synchronise();
-      if (!sure) await_previous();
-      const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
-      const int32_t slot = planned.slot, first_token = planned.first_token, count = planned.count,
-                    history = planned.history, flags = planned.flags, ring_row = planned.ring_row;
-      if (known) weigh_token();
-      const replayssm_plan_row& row = cta.row;
-      const bool same = slot == row.slot && first_token == row.first_token && count == row.count &&
-                        history == row.history && flags == row.flags && ring_row == row.ring_row;
-      if (agree(known && (sure || same))) break;
+      bool agreed;
+#pragma unroll 1
+      for (bool rehearses = cta.params.rehearses && !sure;; rehearses = false) {
+        if (known) load_records(0);
+        if (!sure && !rehearses) await_previous();
+        const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
+        const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
+        const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
+        if (known) weigh_token();
+        agreed = agree(rehearses || (known && (sure || is_row(named, rest))));
+        if (agreed && known) read(!rehearses);
+        if (!rehearses) break;
+      }
+      if (agreed) break;
       if (known) await_state();
       if (!cta.take(task)) return;
       begin_anew();
       known = sure = true;
     }
     append();
-    if constexpr (kPlain) {
-      cta.read_plain(0, places, places.terms, head.out, slices);
-    } else {
-      cta.await_head(0);
-      cta.read_token(0, places, of_query, places.terms, head, true);
-    }
+  }
+
+  // Whether the row that is known has these fields from its slot, and from its count on.
+  __device__ bool is_row(const uint2& named, const uint4& rest) const {
+    const auto is = [](int32_t field, uint32_t read) { return field == static_cast<int32_t>(read); };
+    const replayssm_plan_row& row = cta.row;
+    return is(row.slot, named.x) && is(row.first_token, named.y) && is(row.count, rest.x) && is(row.history, rest.y) &&
+           is(row.flags, rest.z) && is(row.ring_row, rest.w);
   }
 
   // Makes anew what set_up() has made; nothing is under way.
@@ -123,12 +124,14 @@ struct EarlyStep {
            row.ring_row >= 0 && row.ring_row < cta.problem.ring_rows && cta.consider(false);
   }
 
-  // State and x to shared memory, B to registers, delta to the warp that weighs the history.
+  // State and x to shared memory, B, delta to the warp that weighs the history.
   __device__ __forceinline__ void request_history() {
     const ReadParams& params = cta.params;
-    head = typename Cta::Head(cta, 0);
+    const replayssm_scan_args& args = cta.args;
+    const typename Cta::Head head(cta, 0);
+    out = head.out;
     if constexpr (kPlain) {
-      slices = typename Cta::Slices(cta, head);
+      typename Cta::Slices slices(cta, head);
       cta.begin_slices(slices);
     } else if (cta.has_state()) {
       cta.request_state(head.state);
@@ -137,46 +140,38 @@ struct EarlyStep {
         *reinterpret_cast<uint4*>(cta.state() + i) = make_uint4(0, 0, 0, 0);
       }
     }
-    float delta[kEarlyWindow / 32] = {};
-    uint32_t rate_bits = 0;
-    if (cta.warp == kTokenWarp) {
-#pragma unroll
-      for (int i = 0; i < kEarlyWindow / 32; ++i) {
-        const int record = cta.lane + 32 * i;
-        if (record < cta.history) {
-          delta[i] = load_early(cta.delta_ring(0) + cta.ring_row_of(record) * params.heads_per_group);
-        }
+    float delta = 0.0f;
+    uint32_t rate_bits = 0, bias_bits = 0, skip_bits = 0;
+    if (cta.warp == kStepWarp) {
+      if (cta.lane < cta.history) {
+        delta = load_early(cta.delta_ring(0) + cta.ring_row_of(cta.lane) * params.heads_per_group);
       }
-      rate_bits = load_bits(cta.args.A_log.data, cta.args.A_log.dtype, cta.head_of(0));
+      const int h = cta.head_of(0);
+      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, h);
+      if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, h);
+      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, h);
     }
-    places = typename Cta::Places(cta);
-    cta.request_x(head, places, cta.history);
-    const int first = 16 * cta.warp;
-    if (first < cta.history) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int record = min(first + cta.g + 8 * half, cta.history - 1);
-        const Staged* const from = cta.b_ring() + cta.ring_row_of(record) * N + cta.t * 8;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[half][i] = load_early(reinterpret_cast<const uint4*>(from + 32 * i));
-      }
+    cta.request_x(head, typename Cta::Places(cta), cta.history);
+    const int column = cta.tid % Cta::kRowParts * 8;
+#pragma unroll 1
+    for (int i = cta.tid / Cta::kRowParts; i < cta.history; i += Cta::kRowsAtOnce) {
+      request_16_bytes(cta.staged(cta.layout.b) + i * N + column, cta.b_ring() + cta.ring_row_of(i) * N + column);
     }
-    places.find_inputs(cta);
-    if constexpr (!kPlain) of_query = typename Cta::QueryPlaces(cta);
-    if (cta.warp == kTokenWarp) {
-      rate = -expf(bits_to_float(rate_bits, cta.args.A_log.dtype));
-#pragma unroll
-      for (int i = 0; i < kEarlyWindow / 32; ++i) {
-        const int record = cta.lane + 32 * i;
-        if (record < cta.history) cta.delta(0, record) = delta[i];
-      }
+    if (cta.warp == kStepWarp) {
+      rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
+      bias = bits_to_float(bias_bits, args.dt_bias.dtype);
+      skip = bits_to_float(skip_bits, args.D.dtype);
+      if (cta.lane < cta.history) cta.delta(0, cta.lane) = delta;
       weigh_history();
     }
   }
 
+  // Of the warp's 16, those of the lane.
+  __device__ int own_record(int half) const { return 16 * cta.warp + cta.g + 8 * half; }
+
   // v and d, in the order of ReadCta::discretise() and weigh_records().
   __device__ __forceinline__ void weigh_history() const {
-    float* const v = cta.floats(cta.layout.v);
+    float* const v = cta.floats(cta.layout.v);  // a quantised state's, which are still to be multiplied, in the place of g
     __syncwarp();
     if (cta.lane == 0) {
       float sum = 0.0f;
@@ -188,89 +183,90 @@ struct EarlyStep {
       *cta.floats(cta.layout.decay) = expf(sum);
     }
     __syncwarp();
-#pragma unroll 1
-    for (int i = cta.lane; i < round_up(cta.history, 16); i += 32) {
-      v[i] = i < cta.history ? record_weight(cta.delta(0, i), v[i]) : 0.0f;
+    if (cta.lane < round_up(cta.history, 16)) {
+      const float weight = cta.lane < cta.history ? record_weight(cta.delta(0, cta.lane), v[cta.lane]) : 0.0f;
+      if (!kPlain) cta.floats(cta.layout.g)[cta.lane] = weight;
+      v[cta.lane] = weight;
     }
+  }
+
+  // The addresses, which are kept so that they are not formed behind await_previous().
+  __device__ __forceinline__ void find_token() {
+    const replayssm_scan_args& args = cta.args;
+    const int64_t token = cta.row.first_token;
+    const bool append = cta.params.scan.append;
+    const Staged* const C =
+        static_cast<const Staged*>(args.C.data) + token * args.C.stride[0] + cta.group * args.C.stride[1];
+    const Staged* const B =
+        append ? static_cast<const Staged*>(args.B.data) + token * args.B.stride[0] + cta.group * args.B.stride[1]
+               : cta.b_ring() + cta.row.ring_row * N;
+    const typename Cta::Head head(cta, 0);
+    const Staged* X = append ? head.new_x : beyond(head.ring, cta.row.ring_row * cta.params.x_ring_stride);
+    X += cta.first_slice * kSliceWidth + cta.g - cta.x_column;
+    const char* const of_c = reinterpret_cast<const char*>(C);
+    const int64_t dt = token * args.dt.stride[0] + cta.head_of(0) * args.dt.stride[1];
+    input = keep(cta.warp == kStepWarp
+                     ? static_cast<const char*>(args.dt.data) + dt * (args.dt.dtype == REPLAYSSM_FP32 ? 4 : 2)
+                     : of_c + (cta.warp == kQueryWarp ? 8 * cta.lane : 16 * cta.t));
+    new_b = keep(reinterpret_cast<const char*>(B) + 16 * (cta.lane % Cta::kRowParts));
+    new_x = keep(reinterpret_cast<const uint16_t*>(X));
+  }
+
+  // x of the run as it lies, of the warp's slice-th slice.
+  __device__ __forceinline__ void load_records(int slice) {
+    if (cta.own_slices <= 0) return;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) load_transposed(x[i], cta.staged(cta.run_at(i)) + slice * kSliceWidth);
   }
 
   // All that the token brings. Nothing is stored in global memory.
   __device__ __forceinline__ void weigh_token() {
-    const ReadParams& params = cta.params;
-    const replayssm_scan_args& args = cta.args;
     const ReadShared& layout = cta.layout;
-    const replayssm_plan_row& row = cta.row;
-    const int lane = cta.lane, warp = cta.warp, first = 16 * warp;
-    const bool append = params.scan.append;
-    const Staged* const C = static_cast<const Staged*>(args.C.data) + row.first_token * args.C.stride[0] +
-                            cta.group * args.C.stride[1];
-    if (cta.x_row == 0) {
-      request_16_bytes(cta.staged(places.x) + cta.history * layout.x_stride,
-                       append ? head.new_x : beyond(head.ring, row.ring_row * params.x_ring_stride));
-    }
-    uint4 query[4];
-    uint2 part;
-    uint32_t dt = 0, bias = 0, skip = 0;
-    if (first < cta.history || warp == kTokenWarp) {
+    const int lane = cta.lane, warp = cta.warp;
+    float4* const terms = reinterpret_cast<float4*>(cta.floats(layout.terms));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) query[i] = *reinterpret_cast<const uint4*>(C + cta.t * 8 + 32 * i);
-    }
-    if (warp == kTokenWarp) {
-      const Staged* const from =
-          (append ? static_cast<const Staged*>(args.B.data) + row.first_token * args.B.stride[0] +
-                        cta.group * args.B.stride[1]
-                  : cta.b_ring() + row.ring_row * N) +
-          cta.t * 8;
+    for (int i = 0; i < kMostSlices; ++i) {
+      if (i >= cta.own_slices) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) new_b[i] = *reinterpret_cast<const uint4*>(from + 32 * i);
-      const int h = cta.head_of(0);
-      dt = load_bits(args.dt.data, args.dt.dtype, row.first_token * args.dt.stride[0] + h * args.dt.stride[1]);
-      if (args.dt_bias.data) bias = load_bits(args.dt_bias.data, args.dt_bias.dtype, h);
-      if (args.D.data) skip = load_bits(args.D.data, args.D.dtype, h);
+      for (int half = 0; half < 2; ++half) own_x[i][half] = load_early(new_x + i * kSliceWidth + 8 * half);
+    }
+    if (warp == kStepWarp) {
+      const uint32_t bits = load_bits(input, cta.args.dt.dtype, 0);
+      step = discretised_step(bits_to_float(bits, cta.args.dt.dtype), bias, cta.args.dt_min, cta.args.dt_max);
+      const float since = expf(__fadd_rn(0.0f, __fmul_rn(rate, step)));
+      if (lane == 0) *terms = make_float4(since, record_weight(step, 0.0f), skip, *cta.floats(layout.decay));
     } else if (warp == kQueryWarp) {
-      part = *reinterpret_cast<const uint2*>(C + lane * 4);
-    }
-
-    if (warp == kTokenWarp) {
-      step = discretised_step(bits_to_float(dt, args.dt.dtype), bits_to_float(bias, args.dt_bias.dtype), args.dt_min,
-                              args.dt_max);
-      float sum[2][4] = {};
+      *reinterpret_cast<uint2*>(cta.staged(layout.c) + lane * 4) = load_early(reinterpret_cast<const uint2*>(input));
+      __syncwarp();
+      cta.form_query();
+    } else if (16 * warp <= cta.history) {
+      uint4 token[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) multiply_parts<Staged>(new_b[i], new_b[i], query[i], sum);
-      const float product = __fadd_rn(sum[0][0], sum[1][0]);
-      float* const terms = cta.floats(layout.terms);
-      if (lane == 0) {
-        terms[0] = expf(__fadd_rn(0.0f, __fmul_rn(rate, step)));
-        terms[1] = fmaf(record_weight(step, 0.0f), product, bits_to_float(skip, args.D.dtype));
-        if (!kPlain) terms[2] = *cta.floats(layout.decay);
+      for (int i = 0; i < 4; ++i) token[i] = load_early(reinterpret_cast<const uint4*>(input) + 4 * i);
+      if (warp == cta.history / 16) {
+        if (lane < Cta::kRowParts) {
+          request_16_bytes(cta.staged(layout.b) + cta.history * N + lane * 8, new_b);
+        }
+        await_requests();
+        __syncwarp();
       }
-    }
-    if (first < cta.history) {
       float sum[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) multiply_parts<Staged>(b[0][i], b[1][i], query[i], sum);
+      multiply_records<N>(cta.staged(layout.b), 16 * warp, cta.history + 1, token, cta.g, cta.t, sum);
       if (cta.t == 0) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int record = first + cta.g + 8 * half;
-          const float product = record < cta.history ? __fadd_rn(sum[0][2 * half], sum[1][2 * half]) : 0.0f;
+          const int record = own_record(half);
+          const float product = __fadd_rn(sum[0][2 * half], sum[1][2 * half]);
+          if (record == cta.history) *cta.floats(layout.g_new) = product;
+          if (record >= cta.history) continue;
           if constexpr (kPlain) {
             cta.floats(layout.g)[record] = product;
           } else {
-            float* const v = cta.floats(layout.v) + record;
-            *v = Cta::weight_in_parts(*v, product);
+            cta.floats(layout.v)[record] = Cta::weight_in_parts(cta.floats(layout.g)[record], product);
           }
         }
       }
     }
-    if (warp == kQueryWarp) {
-      *reinterpret_cast<uint2*>(cta.staged(layout.c) + lane * 4) = part;
-      __syncwarp();
-      cta.form_query();
-      __syncwarp();
-      if (!kPlain && lane == 0) cta.floats(layout.terms)[3] = *cta.floats(layout.query_scale);
-    }
-    await_requests();
   }
 
   // Whether all threads say so, after which they are together.
@@ -290,25 +286,158 @@ struct EarlyStep {
     if (!cta.has_state()) return;
     if constexpr (kPlain) {
 #pragma unroll 1
-      for (int i = 0; i < min(slices.own, kSlots); ++i) await(cta.barrier_of(slices, i), 0);
+      for (int i = 0; i < min(cta.own_slices, kSlots); ++i) await(cta.slot_barrier(i), 0);
     } else if (cta.member == 0) {
-      cta.await_head(0);
+      await(cta.barrier(), 0);
+    }
+  }
+
+  // The outputs of the warp's slices.
+  __device__ __forceinline__ void read(bool stores) {
+    if constexpr (kPlain) {
+      read_plain(stores);
+    } else {
+      read_quantised(stores);
+    }
+  }
+  // As ReadCta::read_plain() forms them.
+  __device__ __forceinline__ void read_plain(bool stores) {
+    constexpr int kQueryParts = State::template kQueryParts<Staged>;
+    const ReadShared& layout = cta.layout;
+    const int t = cta.t;
+    const float4 terms = *reinterpret_cast<const float4*>(cta.floats(layout.terms));
+    const float u = fmaf(terms.y, *cta.floats(layout.g_new), terms.z);
+    const float factor = __fmul_rn(terms.w * *cta.floats(layout.query_scale), terms.x);
+    uint4 query[kQueryParts][State::kQueries], weights[kTiles];
+#pragma unroll
+    for (int part = 0; part < kQueryParts; ++part)
+#pragma unroll
+      for (int i = 0; i < State::kQueries; ++i) {
+        query[part][i] = *reinterpret_cast<const uint4*>(cta.shared + layout.query +
+                                                         part * layout.tokens * kQueryStride * 4 + 64 * i + 16 * t);
+      }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const float4 before = cta.weights_of(0, 0, i);
+      const int token = cta.history - 16 * i - 2 * t;  // of the lane's records, counted from its first
+      auto of = [&](int record, float weight) {
+        return record < token ? __fmul_rn(weight, terms.x) : record == token ? u : 0.0f;
+      };
+      weights[i] = Cta::split_weights(make_float4(of(0, before.x), of(1, before.y), of(8, before.z), of(9, before.w)));
+    }
+    Staged* out = this->out;
+#pragma unroll 1
+    for (int slice = 0; slice < cta.own_slices; ++slice) {
+      if (slice > 0) load_records(slice);
+      if (cta.has_state()) await(cta.slot_barrier(slice), 0);
+      const State state(cta.shared + layout.state + (cta.warp * kSlots + slice) * Cta::kSliceBytes,
+                        typename State::Places(cta.lane));
+      typename State::Sums sum = {};
+#pragma unroll
+      for (int part = kQueryParts - 1; part >= 0; --part) {
+        state.multiply([&](int i) { return query[part][i]; }, sum);
+      }
+      float of_run[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        if (16 * i > cta.history) continue;
+        take_own_x(slice, i);
+        const HistoryOperand<Staged> records(x[i]);
+#pragma unroll
+        for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            multiply_pairs<__nv_bfloat16>(of_run[half], weights[i].x, weights[i].y, weights[i].z, weights[i].w,
+                                          records.part[part][2 * half], records.part[part][2 * half + 1]);
+          }
+      }
+      float value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        value[i] = fmaf(State::value(sum, i), factor, __fadd_rn(of_run[i / 2][i % 2], of_run[i / 2][2 + i % 2]));
+      }
+      if (stores && cta.g == 0) {
+        if (cta.params.paired) {
+          *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
+          *reinterpret_cast<uint32_t*>(out + 8) = pack_pair<Staged>(value[2], value[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
+        }
+      }
+      out += kSliceWidth;
+    }
+  }
+  __device__ uint32_t own_x_of(int slice, int half) const {
+    static_assert(kMostSlices == 2);
+    return slice == 0 ? own_x[0][half] : own_x[1][half];
+  }
+  // The token's x in the place of its record in the i-th tile.
+  __device__ __forceinline__ void take_own_x(int slice, int i) {
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const int token = cta.history - 16 * i - 2 * cta.t - word % 2 * 8;  // of a word's two records
+      const uint32_t taken = token == 0 ? 0x3254 : token == 1 ? 0x5410 : 0x3210;
+      x[i][word] = __byte_perm(x[i][word], own_x_of(slice, word / 2), taken);
+    }
+  }
+
+  // As ReadCta::read_token() forms them.
+  __device__ __forceinline__ void read_quantised(bool stores) {
+    const ReadShared& layout = cta.layout;
+    const int t = cta.t;
+    const typename Cta::QueryPlaces places(cta);
+    cta.template scale_columns<true>(places);
+    const float4 terms = *reinterpret_cast<const float4*>(cta.floats(layout.terms));
+    const float u = fmaf(terms.y, *cta.floats(layout.g_new), terms.z);
+    if (cta.has_state()) await(cta.barrier(), 0);
+    const float factor = State::head_scale(cta.shared + places.head_scale) * terms.w * *cta.floats(layout.query_scale);
+    uint4 query[kProducts / 2];
+    uint2 weights[kTiles];
+#pragma unroll
+    for (int i = 0; i < kProducts / 2; ++i) {
+      query[i] = *reinterpret_cast<const uint4*>(cta.shared + places.operand + 64 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) weights[i] = places.weights_of(cta.shared, 0, i);
+    typename State::Source source(cta.state(), cta.problem.geometry.head_dim, cta.first_slice, cta.lane);
+    Staged* out = this->out;
+#pragma unroll 1
+    for (int slice = 0; slice < cta.own_slices; ++slice) {
+      if (slice > 0) load_records(slice);
+      const State state(source);
+      float sum[2][4] = {}, y[1][4] = {};
+      multiply_blocks(state, query, sum);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        if (16 * i < cta.history) HistoryOperand<Staged>(x[i]).multiply(weights[i].x, weights[i].y, y[0]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        y[0][2 * i] = fmaf(state.scale(i, sum[0][2 * i], sum[1][2 * i]), factor, y[0][2 * i]);
+      }
+      const float own = unpack_pair<Staged>(t < 2 ? own_x_of(slice, 0) : own_x_of(slice, 1)).x, value = fmaf(u, own, __fmul_rn(sum_over_quad(y, t), terms.x));
+      if (stores && t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
+      source.advance();
+      out += kSliceWidth;
     }
   }
 
   // The token's records into the rings, but for those that are there.
   __device__ __forceinline__ void append() const {
-    if (cta.warp == kTokenWarp) {
-      const int position = cta.row.ring_row;
-      if (cta.lane == 0) cta.delta_ring(0)[position * cta.params.heads_per_group] = step;
-      if (cta.params.scan.append && cta.group_head == 0 && cta.g == 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          *reinterpret_cast<uint4*>(cta.b_ring() + position * N + cta.t * 8 + 32 * i) = new_b[i];
-        }
-      }
+    const int position = cta.row.ring_row;
+    if (cta.warp == kStepWarp && cta.lane == 0) {
+      cta.delta_ring(0)[position * cta.params.heads_per_group] = step;
     }
-    cta.append_x(head, places);
+    if (!cta.params.scan.append) return;
+    if (cta.x_row == 0) {
+      const typename Cta::Head head(cta, 0);
+      *reinterpret_cast<uint4*>(beyond(head.ring, position * cta.params.x_ring_stride)) =
+          *reinterpret_cast<const uint4*>(head.new_x);
+    }
+    if (cta.warp == kQueryWarp && cta.group_head == 0 && cta.lane < Cta::kRowParts) {
+      *reinterpret_cast<uint4*>(cta.b_ring() + position * N + cta.lane * 8) = *reinterpret_cast<const uint4*>(new_b);
+    }
   }
 };
 

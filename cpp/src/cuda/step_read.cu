@@ -58,26 +58,38 @@ namespace {
 
 constexpr int kCtasPerSm = 4;
 
-// The heads of rows that flush, by wide CTAs, one after the other.
+// The heads of rows that flush, by wide CTAs, one after the other; the first before the kernel before has ended, by what
+// the plan says then.
 template <typename Cta>
 __device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* shared, int number) {
   Cta cta(params, shared, Cta::kWarpBits);
   cta.set_up();
-  int index = cta.place(number);
-  await_previous();
-  const auto flushing = FlushingRows::of<true>(params);
-  const uint32_t tasks = flushing.count * params.heads.divisor;
+  FlushingRows flushing{};
+  uint32_t task = number;
+  int index = cta.place(task);
+  bool known = params.folds_early && cta.peek(index), sure = false;
 #pragma unroll 1
-  for (uint32_t task = number; task < tasks;) {
-    if (cta.take(index, &flushing)) {
-      cta.fold();
+  while (true) {
+    if (!known && !sure) {
+      await_previous();
+      flushing = FlushingRows::of<true>(params);
+    } else if (known && cta.fold_kept(sure, [&] {
+                 const replayssm_plan_row row = params.scan.planned[cta.row_index];
+                 flushing = FlushingRows::of<true>(params);
+                 return index < flushing.count && flushing[index] == cta.row_index && cta.is_same(row);
+               })) {
       cta.run();
+      sure = true;
     }
-    task += params.flush_ctas;
-    if (task >= tasks) break;
+    if (sure) {
+      task += params.flush_ctas;
+      index = cta.place(task);
+    }
+    if (task >= flushing.count * params.heads.divisor) break;
     cta.end();
     cta.set_up();
-    index = cta.place(task);
+    known = cta.take(index, &flushing);
+    sure = true;
   }
 }
 
@@ -222,7 +234,10 @@ constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
-int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
+int few_heads(const replayssm_config& config) {
+  static const char* const given = getenv("REPLAYSSM_FEW");
+  return given ? atoi(given) : is_plain(config) ? 2048 : 2304;
+}
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
@@ -330,7 +345,14 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
   const bool early = wide && scan.args.max_count == 1 && problem.config.window <= kEarlyWindow && scan.x_aligned &&
                      scan.b_aligned && scan.c_aligned && row_heads <= most_early_heads();
-  if (early) share(1, kWarpBits);
+  if (early) {
+    share(1, kWarpBits);
+    params.stepping.part(1);
+  }
+  static const char* const rehearses = getenv("REPLAYSSM_REHEARSE");
+  params.rehearses = rehearses && atoi(rehearses);
+  static const char* const folds_early = getenv("REPLAYSSM_FOLD");
+  params.folds_early = !folds_early || atoi(folds_early);
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
     params.folding = wide_folding;
