@@ -201,20 +201,23 @@ def test_errors_stay_until_they_are_read():
 
 @pytest.mark.parametrize("word", [-1, 1, 1 << 30, (1 << 31) - 1, -(1 << 31)])
 @pytest.mark.parametrize(
-    "op, checkpoint, read_copy",
+    "op, checkpoint, read_copy, rows",
     [
-        (ops.step, "fp32", "none"),
-        (ops.step, "fp16_sr", "none"),
-        (ops.step, "fp16_sr", "nvfp4"),
-        (ops.conventional_step, "fp32", "none"),
+        (ops.step, "fp32", "none", 24),
+        (ops.step, "fp16_sr", "none", 4),
+        (ops.step, "fp16_sr", "none", 24),
+        (ops.step, "fp16_sr", "none", 40),
+        (ops.step, "fp16_sr", "nvfp4", 8),
+        (ops.step, "fp16_sr", "nvfp4", 16),
+        (ops.step, "fp16_sr", "nvfp4", 40),
+        (ops.conventional_step, "fp32", "none", 4),
     ],
 )
-def test_nothing_depends_on_what_the_memory_of_a_plan_held(op, checkpoint, read_copy, word):
+def test_nothing_depends_on_what_the_memory_of_a_plan_held(op, checkpoint, read_copy, rows, word):
     """A kernel that begins while the plan is made, as in a graph, looks at it for where to fetch from: slots, counts
     and rows to flush may be any numbers then.
     """
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
-    rows = 4 if op is ops.conventional_step else 24  # of more, it does not look
     geometry, steps = MambaGeometry(64, 64, 4, 128), 20
     weights, slots = Weights.random(geometry, CUDA), torch.arange(rows, dtype=torch.int32, device=CUDA)
     tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA).span(0, rows)
@@ -247,23 +250,25 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(
-    "op, tokens, checkpoint, read_copy",
+    "op, tokens, checkpoint, read_copy, heads",
     [
-        (ops.step, 1, "fp32", "none"),
-        (ops.step, 2, "fp32", "none"),
-        (ops.step, 1, "fp16_sr", "none"),
-        (ops.step, 1, "fp16_sr", "nvfp4"),
-        (ops.step, 2, "fp16_sr", "nvfp4"),
-        (flush_then_step, 1, "fp32", "none"),
-        (flush_then_step, 1, "fp16_sr", "nvfp4"),
-        (ops.conventional_step, 1, "fp32", "none"),
+        (ops.step, 1, "fp32", "none", 64),
+        (ops.step, 2, "fp32", "none", 64),
+        (ops.step, 1, "fp16_sr", "none", 64),
+        (ops.step, 1, "fp16_sr", "none", 160),
+        (ops.step, 1, "fp16_sr", "nvfp4", 64),
+        (ops.step, 1, "fp16_sr", "nvfp4", 320),
+        (ops.step, 2, "fp16_sr", "nvfp4", 64),
+        (flush_then_step, 1, "fp32", "none", 64),
+        (flush_then_step, 1, "fp16_sr", "nvfp4", 64),
+        (ops.conventional_step, 1, "fp32", "none", 64),
     ],
 )
-def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, layers):
+def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, heads, layers):
     """In a graph a step begins while the plan before it is made, or while the step that wrote its states is just over:
     rows change their slots, histories and flushes from step to step. The same bits as of steps that wait.
     """
-    geometry, rows = MambaGeometry(64, 64, 4, 128), 3
+    geometry, rows = MambaGeometry(heads, 64, 4, 128), 3
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
     orders = [torch.tensor(order, dtype=torch.int32, device=CUDA) for order in itertools.permutations(range(rows))]
@@ -273,7 +278,7 @@ def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_co
         pool = StatePool(geometry, config, rows, layers, CUDA)
         pool.reset(range(rows))
         plan = Plan(pool, rows)
-        outputs = torch.zeros(len(orders), layers, rows * tokens, 64, 64, dtype=torch.bfloat16, device=CUDA)
+        outputs = torch.zeros(len(orders), layers, rows * tokens, heads, 64, dtype=torch.bfloat16, device=CUDA)
 
         def cycle(number, pool=pool, plan=plan, outputs=outputs, captured=captured):
             pool.plan(orders[number], tokens, out=plan)
@@ -296,6 +301,33 @@ def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_co
         pool.validate()
         results.append((outputs, pool.data))
     assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("bf16", "none"), ("fp16_sr", "nvfp4")])
+def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy):
+    """However many heads the warps of small batches take: none but the last of the batches is a large one. Histories
+    of up to two tiles of 16 records.
+    """
+    geometry = MambaGeometry(18, head_dim, 2, 128)
+    most, steps = 75, 30
+    config = ReplayConfig(window=24, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
+    weights, tokens = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, most * steps, CUDA)
+    results = []
+    for rows in (1, 10, 25, 50, most):
+        pool = StatePool(geometry, config, rows, 1, CUDA)
+        pool.reset(range(rows))
+        outputs = []
+        for step in range(steps):
+            plan = pool.plan(range(rows))
+            given = tokens.span(step * most, step * most + rows)
+            outputs.append(ops.step(pool, 0, plan, *given, *weights)[0])
+            pool.commit(plan)
+        pool.validate()
+        results.append((torch.stack(outputs), pool.data[0, 0]))
+    assert results[0][0].isfinite().all()
+    for outputs, data in results[1:]:
+        assert same_bits(outputs, results[0][0]) and same_bits(data, results[0][1])
 
 
 @pytest.mark.parametrize("head_dim, checkpoint", [(64, "fp32"), (64, "fp16"), (80, "fp32")])

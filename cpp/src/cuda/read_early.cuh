@@ -45,28 +45,24 @@ struct EarlyStep {
   static constexpr int N = kMaxStateDim, kTiles = kEarlyWindow / 16;
   // Of the four warps; the first kTiles have 16 records each of the run, the history and the token behind it.
   static constexpr int kStepWarp = 2, kQueryWarp = 3;
-  static constexpr int kMostSlices = kMaxHeadDim / kSliceWidth / kWarps;  // of a warp
 
   Cta cta;
-
-  // What is there before await_previous().
-  uint32_t x[kTiles][4];            // of the first slice
-  float rate, bias, skip;           // kStepWarp
-  // Where the token's inputs are. Of the first kTiles warps the lane's parts of C and B, of kStepWarp dt, of kQueryWarp
-  // four columns of C; of all of them x.
-  const char *input, *new_b;
-  const uint16_t* new_x;
+  int own_slices;           // of the team's head, for this warp
+  float rate, bias, skip;   // kStepWarp, of the lane-th head
+  const char* next;         // slice of a plain checkpoint to request
+  // Where the token's inputs are. Of the first kTiles warps the lane's part of C, of kStepWarp dt of the lane-th head, of
+  // kQueryWarp four columns of C; of all of them 16 bytes of B, and of x.
+  const char *input, *new_b, *new_x;
   Staged* out;
-  // What comes then.
-  uint16_t own_x[kMostSlices][2];
-  float step;
+  float step;  // kStepWarp, of the lane-th head
 
   __device__ __forceinline__ explicit EarlyStep(const ReadParams& params, char* shared)
-      : cta(params, shared, kWarpBits) {}
+      : cta(params, shared, params.team_bits) {}
 
   __device__ __forceinline__ void run(uint32_t task) {
     cta.set_up();
     cta.find(task);
+    own_slices = cta.team < cta.heads ? cta.own_slices : 0;
     bool known = peek(), sure = false;
 #pragma unroll 1
     while (true) {
@@ -79,14 +75,19 @@ struct EarlyStep {
       bool agreed;
 #pragma unroll 1
       for (bool rehearses = cta.params.rehearses && !sure;; rehearses = false) {
-        if (known) load_records(0);
         if (!sure && !rehearses) await_previous();
         const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
         const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
         const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
         if (known) weigh_token();
         agreed = agree(rehearses || (known && (sure || is_row(named, rest))));
-        if (agreed && known) read(!rehearses);
+        if (agreed && known && own_slices > 0) {
+          if constexpr (kPlain) {
+            read_plain(!rehearses);
+          } else {
+            read_quantised(!rehearses);
+          }
+        }
         if (!rehearses) break;
       }
       if (agreed) break;
@@ -124,69 +125,100 @@ struct EarlyStep {
            row.ring_row >= 0 && row.ring_row < cta.problem.ring_rows && cta.consider(false);
   }
 
-  // State and x to shared memory, B, delta to the warp that weighs the history.
+  __device__ char* slot(int index) const {
+    return cta.shared + cta.layout.state + (cta.warp * kSlots + index) * Cta::kSliceBytes;
+  }
+  __device__ void request_slice(int index) {
+#if __CUDA_ARCH__ >= 900
+    if (elect_lane()) {
+      arrive_expecting(cta.slot_barrier(index), Cta::kSliceBytes);
+      request_block(slot(index), next, Cta::kSliceBytes, cta.slot_barrier(index));
+    }
+#else
+#pragma unroll
+    for (int i = 16 * cta.lane; i < Cta::kSliceBytes; i += 512) request_16_bytes(slot(index) + i, next + i);
+    arrive_with_requests(cta.slot_barrier(index));
+#endif
+    next += Cta::kSliceBytes;
+  }
+
+  // What steps before have left, to shared memory. kStepWarp weighs the history.
   __device__ __forceinline__ void request_history() {
     const ReadParams& params = cta.params;
-    const replayssm_scan_args& args = cta.args;
-    const typename Cta::Head head(cta, 0);
-    out = head.out;
-    if constexpr (kPlain) {
-      typename Cta::Slices slices(cta, head);
-      cta.begin_slices(slices);
-    } else if (cta.has_state()) {
-      cta.request_state(head.state);
-    } else {
-      for (int i = cta.tid * 16; i < params.state_bytes; i += kThreads * 16) {
-        *reinterpret_cast<uint4*>(cta.state() + i) = make_uint4(0, 0, 0, 0);
+    if (own_slices > 0) {
+      const typename Cta::Head head(cta, cta.team);
+      out = head.out;
+      if constexpr (kPlain) {
+        next = head.state + cta.first_slice * Cta::kSliceBytes;
+        if (cta.has_state()) {
+          for (int i = 0; i < min(own_slices, kSlots); ++i) request_slice(i);
+        } else {
+          for (int i = 16 * cta.lane; i < kSlots * Cta::kSliceBytes; i += 512) {
+            *reinterpret_cast<uint4*>(slot(0) + i) = make_uint4(0, 0, 0, 0);
+          }
+        }
+      } else if (cta.has_state()) {
+        cta.request_state(head.state);
+      } else {
+        for (int i = (cta.member * 32 + cta.lane) * 16; i < params.state_bytes; i += 512 << cta.team_bits) {
+          *reinterpret_cast<uint4*>(cta.state() + i) = make_uint4(0, 0, 0, 0);
+        }
       }
+      cta.request_x(head, typename Cta::Places(cta), cta.history);
     }
-    float delta = 0.0f;
-    uint32_t rate_bits = 0, bias_bits = 0, skip_bits = 0;
-    if (cta.warp == kStepWarp) {
-      if (cta.lane < cta.history) {
-        delta = load_early(cta.delta_ring(0) + cta.ring_row_of(cta.lane) * params.heads_per_group);
-      }
-      const int h = cta.head_of(0);
-      rate_bits = load_bits(args.A_log.data, args.A_log.dtype, h);
-      if (args.dt_bias.data) bias_bits = load_bits(args.dt_bias.data, args.dt_bias.dtype, h);
-      if (args.D.data) skip_bits = load_bits(args.D.data, args.D.dtype, h);
-    }
-    cta.request_x(head, typename Cta::Places(cta), cta.history);
     const int column = cta.tid % Cta::kRowParts * 8;
 #pragma unroll 1
     for (int i = cta.tid / Cta::kRowParts; i < cta.history; i += Cta::kRowsAtOnce) {
       request_16_bytes(cta.staged(cta.layout.b) + i * N + column, cta.b_ring() + cta.ring_row_of(i) * N + column);
     }
-    if (cta.warp == kStepWarp) {
-      rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-      bias = bits_to_float(bias_bits, args.dt_bias.dtype);
-      skip = bits_to_float(skip_bits, args.D.dtype);
-      if (cta.lane < cta.history) cta.delta(0, cta.lane) = delta;
-      weigh_history();
-    }
+    if (cta.warp == kStepWarp) weigh_history();
   }
 
-  // Of the warp's 16, those of the lane.
-  __device__ int own_record(int half) const { return 16 * cta.warp + cta.g + 8 * half; }
-
-  // v and d, in the order of ReadCta::discretise() and weigh_records().
-  __device__ __forceinline__ void weigh_history() const {
-    float* const v = cta.floats(cta.layout.v);  // a quantised state's, which are still to be multiplied, in the place of g
+  // v and d of all heads, in the order of ReadCta::discretise() and weigh_records(). A lane has one record of each head,
+  // then a head, then a record again. Weights for a quantised state, which are still to be multiplied, take the place of
+  // delta.
+  __device__ __forceinline__ void weigh_history() {
+    const replayssm_scan_args& args = cta.args;
+    const ReadShared& layout = cta.layout;
+    const int lane = cta.lane, heads = cta.heads;
+    float delta[kWarps] = {};
+    if (lane < cta.history) {
+      const float* const of_record = cta.delta_ring(0) + cta.ring_row_of(lane) * cta.params.heads_per_group;
+#pragma unroll
+      for (int k = 0; k < kWarps; ++k) {
+        if (k < heads) delta[k] = load_early(of_record + k);
+      }
+    }
+    const int h = cta.head_of(min(lane, heads - 1));
+    rate = -expf(load_scalar(args.A_log.data, args.A_log.dtype, h));
+    bias = args.dt_bias.data ? load_scalar(args.dt_bias.data, args.dt_bias.dtype, h) : 0.0f;
+    skip = args.D.data ? load_scalar(args.D.data, args.D.dtype, h) : 0.0f;
+    if (lane < cta.history) {
+#pragma unroll
+      for (int k = 0; k < kWarps; ++k) {
+        if (k < heads) cta.delta(k, lane) = delta[k];
+      }
+    }
     __syncwarp();
-    if (cta.lane == 0) {
+    if (lane < heads) {
+      float* const v = cta.floats(layout.v) + lane * layout.delta_stride;
       float sum = 0.0f;
 #pragma unroll 4
       for (int i = cta.history - 1; i >= 0; --i) {
         v[i] = sum;
-        sum = __fadd_rn(sum, __fmul_rn(rate, cta.delta(0, i)));
+        sum = __fadd_rn(sum, __fmul_rn(rate, cta.delta(lane, i)));
       }
-      *cta.floats(cta.layout.decay) = expf(sum);
+      cta.floats(layout.decay)[lane] = expf(sum);
     }
     __syncwarp();
-    if (cta.lane < round_up(cta.history, 16)) {
-      const float weight = cta.lane < cta.history ? record_weight(cta.delta(0, cta.lane), v[cta.lane]) : 0.0f;
-      if (!kPlain) cta.floats(cta.layout.g)[cta.lane] = weight;
-      v[cta.lane] = weight;
+    if (lane >= round_up(cta.history, 16)) return;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      if (k >= heads) continue;
+      float& v = cta.floats(layout.v)[k * layout.delta_stride + lane];
+      const float weight = lane < cta.history ? record_weight(cta.delta(k, lane), v) : 0.0f;
+      v = weight;
+      if (!kPlain) cta.delta(k, lane) = weight;
     }
   }
 
@@ -200,41 +232,35 @@ struct EarlyStep {
     const Staged* const B =
         append ? static_cast<const Staged*>(args.B.data) + token * args.B.stride[0] + cta.group * args.B.stride[1]
                : cta.b_ring() + cta.row.ring_row * N;
-    const typename Cta::Head head(cta, 0);
-    const Staged* X = append ? head.new_x : beyond(head.ring, cta.row.ring_row * cta.params.x_ring_stride);
-    X += cta.first_slice * kSliceWidth + cta.g - cta.x_column;
+    const typename Cta::Head head(cta, min(cta.team, cta.heads - 1));
+    const Staged* const X = append ? head.new_x : beyond(head.ring, cta.row.ring_row * cta.params.x_ring_stride);
     const char* const of_c = reinterpret_cast<const char*>(C);
-    const int64_t dt = token * args.dt.stride[0] + cta.head_of(0) * args.dt.stride[1];
+    const int64_t dt =
+        token * args.dt.stride[0] + cta.head_of(min(cta.lane, cta.heads - 1)) * args.dt.stride[1];
     input = keep(cta.warp == kStepWarp
                      ? static_cast<const char*>(args.dt.data) + dt * (args.dt.dtype == REPLAYSSM_FP32 ? 4 : 2)
                      : of_c + (cta.warp == kQueryWarp ? 8 * cta.lane : 16 * cta.t));
     new_b = keep(reinterpret_cast<const char*>(B) + 16 * (cta.lane % Cta::kRowParts));
-    new_x = keep(reinterpret_cast<const uint16_t*>(X));
+    new_x = keep(reinterpret_cast<const char*>(X));
   }
 
-  // x of the run as it lies, of the warp's slice-th slice.
-  __device__ __forceinline__ void load_records(int slice) {
-    if (cta.own_slices <= 0) return;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) load_transposed(x[i], cta.staged(cta.run_at(i)) + slice * kSliceWidth);
-  }
+  // The lane's 16 bytes of the token's x.
+  __device__ Staged* own_x() const { return cta.staged(cta.new_x_at()) + cta.x_column; }
+  __device__ bool has_own_x() const { return cta.x_row == 0 && cta.team < cta.heads; }
 
   // All that the token brings. Nothing is stored in global memory.
   __device__ __forceinline__ void weigh_token() {
     const ReadShared& layout = cta.layout;
     const int lane = cta.lane, warp = cta.warp;
-    float4* const terms = reinterpret_cast<float4*>(cta.floats(layout.terms));
-#pragma unroll
-    for (int i = 0; i < kMostSlices; ++i) {
-      if (i >= cta.own_slices) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) own_x[i][half] = load_early(new_x + i * kSliceWidth + 8 * half);
-    }
+    if (has_own_x()) request_16_bytes(own_x(), new_x);
     if (warp == kStepWarp) {
-      const uint32_t bits = load_bits(input, cta.args.dt.dtype, 0);
-      step = discretised_step(bits_to_float(bits, cta.args.dt.dtype), bias, cta.args.dt_min, cta.args.dt_max);
-      const float since = expf(__fadd_rn(0.0f, __fmul_rn(rate, step)));
-      if (lane == 0) *terms = make_float4(since, record_weight(step, 0.0f), skip, *cta.floats(layout.decay));
+      if (lane < cta.heads) {
+        const uint32_t bits = load_bits(input, cta.args.dt.dtype, 0);
+        step = discretised_step(bits_to_float(bits, cta.args.dt.dtype), bias, cta.args.dt_min, cta.args.dt_max);
+        const float since = expf(__fadd_rn(0.0f, __fmul_rn(rate, step)));
+        reinterpret_cast<float4*>(cta.floats(layout.terms))[lane] =
+            make_float4(since, record_weight(step, 0.0f), skip, cta.floats(layout.decay)[lane]);
+      }
     } else if (warp == kQueryWarp) {
       *reinterpret_cast<uint2*>(cta.staged(layout.c) + lane * 4) = load_early(reinterpret_cast<const uint2*>(input));
       __syncwarp();
@@ -252,21 +278,24 @@ struct EarlyStep {
       }
       float sum[2][4] = {};
       multiply_records<N>(cta.staged(layout.b), 16 * warp, cta.history + 1, token, cta.g, cta.t, sum);
-      if (cta.t == 0) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int record = own_record(half);
-          const float product = __fadd_rn(sum[0][2 * half], sum[1][2 * half]);
-          if (record == cta.history) *cta.floats(layout.g_new) = product;
-          if (record >= cta.history) continue;
-          if constexpr (kPlain) {
-            cta.floats(layout.g)[record] = product;
-          } else {
-            cta.floats(layout.v)[record] = Cta::weight_in_parts(cta.floats(layout.g)[record], product);
+      for (int half = 0; half < 2; ++half) {
+        const int record = 16 * warp + cta.g + 8 * half;
+        const float product = __fadd_rn(sum[0][2 * half], sum[1][2 * half]);
+        if (record == cta.history && cta.t == 0) *cta.floats(layout.g_new) = product;
+        if (record >= cta.history) continue;
+        if constexpr (kPlain) {
+          if (cta.t == 0) cta.floats(layout.g)[record] = product;
+        } else {
+          static_assert(kWarps == 4);  // lane t has head t
+          if (cta.t < cta.heads) {
+            cta.floats(layout.v)[cta.t * layout.delta_stride + record] =
+                Cta::weight_in_parts(cta.delta(cta.t, record), product);
           }
         }
       }
     }
+    await_requests();
   }
 
   // Whether all threads say so, after which they are together.
@@ -283,30 +312,28 @@ struct EarlyStep {
 
   // Until what has been requested of the state is there.
   __device__ void await_state() const {
-    if (!cta.has_state()) return;
+    if (!cta.has_state() || own_slices <= 0) return;
     if constexpr (kPlain) {
 #pragma unroll 1
-      for (int i = 0; i < min(cta.own_slices, kSlots); ++i) await(cta.slot_barrier(i), 0);
+      for (int i = 0; i < min(own_slices, kSlots); ++i) await(cta.slot_barrier(i), 0);
     } else if (cta.member == 0) {
-      await(cta.barrier(), 0);
+      cta.await_head(0);
     }
   }
 
-  // The outputs of the warp's slices.
-  __device__ __forceinline__ void read(bool stores) {
-    if constexpr (kPlain) {
-      read_plain(stores);
-    } else {
-      read_quantised(stores);
-    }
+  // exp(f), u, skip, d of the team's head.
+  __device__ float4 terms() const {
+    float4 of = reinterpret_cast<const float4*>(cta.floats(cta.layout.terms))[cta.team];
+    of.y = fmaf(of.y, *cta.floats(cta.layout.g_new), of.z);
+    return of;
   }
-  // As ReadCta::read_plain() forms them.
+
+  // The outputs of the warp's slices, as ReadCta::read_plain() forms them.
   __device__ __forceinline__ void read_plain(bool stores) {
     constexpr int kQueryParts = State::template kQueryParts<Staged>;
     const ReadShared& layout = cta.layout;
     const int t = cta.t;
-    const float4 terms = *reinterpret_cast<const float4*>(cta.floats(layout.terms));
-    const float u = fmaf(terms.y, *cta.floats(layout.g_new), terms.z);
+    const float4 terms = this->terms();
     const float factor = __fmul_rn(terms.w * *cta.floats(layout.query_scale), terms.x);
     uint4 query[kQueryParts][State::kQueries], weights[kTiles];
 #pragma unroll
@@ -316,22 +343,28 @@ struct EarlyStep {
         query[part][i] = *reinterpret_cast<const uint4*>(cta.shared + layout.query +
                                                          part * layout.tokens * kQueryStride * 4 + 64 * i + 16 * t);
       }
+    int run_x[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float4 before = cta.weights_of(0, 0, i);
+      const float4 before = cta.weights_of(cta.team, 0, i);
       const int token = cta.history - 16 * i - 2 * t;  // of the lane's records, counted from its first
       auto of = [&](int record, float weight) {
-        return record < token ? __fmul_rn(weight, terms.x) : record == token ? u : 0.0f;
+        return record < token ? __fmul_rn(weight, terms.x) : record == token ? terms.y : 0.0f;
       };
       weights[i] = Cta::split_weights(make_float4(of(0, before.x), of(1, before.y), of(8, before.z), of(9, before.w)));
+      run_x[i] = cta.run_at(i);
     }
+    const typename State::Places of_state(cta.lane);
     Staged* out = this->out;
+    const int slices = stores ? own_slices : 1;
 #pragma unroll 1
-    for (int slice = 0; slice < cta.own_slices; ++slice) {
-      if (slice > 0) load_records(slice);
-      if (cta.has_state()) await(cta.slot_barrier(slice), 0);
-      const State state(cta.shared + layout.state + (cta.warp * kSlots + slice) * Cta::kSliceBytes,
-                        typename State::Places(cta.lane));
+    for (int slice = 0; slice < slices; ++slice) {
+      if (cta.has_state()) await(cta.slot_barrier(slice % kSlots), slice / kSlots % 2);
+      const State state(slot(slice % kSlots), of_state);
+      if (slice + kSlots < slices && cta.has_state()) {
+        __syncwarp();
+        request_slice(slice % kSlots);
+      }
       typename State::Sums sum = {};
 #pragma unroll
       for (int part = kQueryParts - 1; part >= 0; --part) {
@@ -341,14 +374,14 @@ struct EarlyStep {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         if (16 * i > cta.history) continue;
-        take_own_x(slice, i);
-        const HistoryOperand<Staged> records(x[i]);
+        const HistoryOperand<Staged> x(cta.staged(run_x[i]));
+        run_x[i] += 2 * kSliceWidth;
 #pragma unroll
         for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             multiply_pairs<__nv_bfloat16>(of_run[half], weights[i].x, weights[i].y, weights[i].z, weights[i].w,
-                                          records.part[part][2 * half], records.part[part][2 * half + 1]);
+                                          x.part[part][2 * half], x.part[part][2 * half + 1]);
           }
       }
       float value[4];
@@ -368,75 +401,69 @@ struct EarlyStep {
       out += kSliceWidth;
     }
   }
-  __device__ uint32_t own_x_of(int slice, int half) const {
-    static_assert(kMostSlices == 2);
-    return slice == 0 ? own_x[0][half] : own_x[1][half];
-  }
-  // The token's x in the place of its record in the i-th tile.
-  __device__ __forceinline__ void take_own_x(int slice, int i) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const int token = cta.history - 16 * i - 2 * cta.t - word % 2 * 8;  // of a word's two records
-      const uint32_t taken = token == 0 ? 0x3254 : token == 1 ? 0x5410 : 0x3210;
-      x[i][word] = __byte_perm(x[i][word], own_x_of(slice, word / 2), taken);
-    }
-  }
 
-  // As ReadCta::read_token() forms them.
+  // The same as ReadCta::read_token() forms them.
   __device__ __forceinline__ void read_quantised(bool stores) {
     const ReadShared& layout = cta.layout;
-    const int t = cta.t;
     const typename Cta::QueryPlaces places(cta);
     cta.template scale_columns<true>(places);
-    const float4 terms = *reinterpret_cast<const float4*>(cta.floats(layout.terms));
-    const float u = fmaf(terms.y, *cta.floats(layout.g_new), terms.z);
     if (cta.has_state()) await(cta.barrier(), 0);
+    const float4 terms = this->terms();
     const float factor = State::head_scale(cta.shared + places.head_scale) * terms.w * *cta.floats(layout.query_scale);
     uint4 query[kProducts / 2];
     uint2 weights[kTiles];
+    int run_x[kTiles];
 #pragma unroll
     for (int i = 0; i < kProducts / 2; ++i) {
       query[i] = *reinterpret_cast<const uint4*>(cta.shared + places.operand + 64 * i);
     }
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) weights[i] = places.weights_of(cta.shared, 0, i);
+    for (int i = 0; i < kTiles; ++i) {
+      weights[i] = places.weights_of(cta.shared, cta.team, i);
+      run_x[i] = cta.run_at(i);
+    }
     typename State::Source source(cta.state(), cta.problem.geometry.head_dim, cta.first_slice, cta.lane);
-    Staged* out = this->out;
+    const int t = cta.t;
+    const Staged* new_x = cta.staged(cta.new_x_at()) + cta.first_slice * kSliceWidth + cta.g + t / 2 * 8;
+    Staged* out = this->out;  // ReadCta::output_row() has lanes with odd t a slice further on
+    const int slices = stores ? own_slices : 1;
 #pragma unroll 1
-    for (int slice = 0; slice < cta.own_slices; ++slice) {
-      if (slice > 0) load_records(slice);
+    for (int slice = 0; slice < slices; ++slice) {
       const State state(source);
       float sum[2][4] = {}, y[1][4] = {};
-      multiply_blocks(state, query, sum);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        if (16 * i < cta.history) HistoryOperand<Staged>(x[i]).multiply(weights[i].x, weights[i].y, y[0]);
+        if (16 * i >= cta.history) continue;
+        HistoryOperand<Staged>(cta.staged(run_x[i])).multiply(weights[i].x, weights[i].y, y[0]);
+        run_x[i] += 2 * kSliceWidth;
       }
+      multiply_blocks(state, query, sum);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         y[0][2 * i] = fmaf(state.scale(i, sum[0][2 * i], sum[1][2 * i]), factor, y[0][2 * i]);
       }
-      const float own = unpack_pair<Staged>(t < 2 ? own_x_of(slice, 0) : own_x_of(slice, 1)).x, value = fmaf(u, own, __fmul_rn(sum_over_quad(y, t), terms.x));
+      const float value = fmaf(terms.y, static_cast<float>(*new_x), __fmul_rn(sum_over_quad(y, t), terms.x));
       if (stores && t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
       source.advance();
-      out += kSliceWidth;
+      new_x += kSliceWidth, out += kSliceWidth;
     }
   }
 
   // The token's records into the rings, but for those that are there.
   __device__ __forceinline__ void append() const {
     const int position = cta.row.ring_row;
-    if (cta.warp == kStepWarp && cta.lane == 0) {
-      cta.delta_ring(0)[position * cta.params.heads_per_group] = step;
+    if (cta.warp == kStepWarp && cta.lane < cta.heads) {
+      cta.delta_ring(cta.lane)[position * cta.params.heads_per_group] = step;
     }
     if (!cta.params.scan.append) return;
-    if (cta.x_row == 0) {
-      const typename Cta::Head head(cta, 0);
+    if (has_own_x()) {
+      const typename Cta::Head head(cta, cta.team);
       *reinterpret_cast<uint4*>(beyond(head.ring, position * cta.params.x_ring_stride)) =
-          *reinterpret_cast<const uint4*>(head.new_x);
+          *reinterpret_cast<const uint4*>(own_x());
     }
     if (cta.warp == kQueryWarp && cta.group_head == 0 && cta.lane < Cta::kRowParts) {
-      *reinterpret_cast<uint4*>(cta.b_ring() + position * N + cta.lane * 8) = *reinterpret_cast<const uint4*>(new_b);
+      *reinterpret_cast<uint4*>(cta.b_ring() + position * N + cta.lane * 8) =
+          *reinterpret_cast<const uint4*>(cta.staged(cta.layout.b) + cta.history * N + cta.lane * 8);
     }
   }
 };
