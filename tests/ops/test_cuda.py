@@ -258,6 +258,7 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
         (ops.step, 1, "fp16_sr", "none", 160),
         (ops.step, 1, "fp16_sr", "nvfp4", 64),
         (ops.step, 1, "fp16_sr", "nvfp4", 320),
+        (ops.step, 2, "fp16_sr", "none", 320),
         (ops.step, 2, "fp16_sr", "nvfp4", 64),
         (flush_then_step, 1, "fp32", "none", 64),
         (flush_then_step, 1, "fp16_sr", "nvfp4", 64),
@@ -303,25 +304,26 @@ def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_co
     assert all(map(same_bits, *results))
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("bf16", "none"), ("fp16_sr", "nvfp4")])
-def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy):
-    """However many heads the warps of small batches take: none but the last of the batches is a large one. Histories
-    of up to two tiles of 16 records.
+def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy, count):
+    """However many heads the warps of small batches take: only the last of the batches is a large one. Histories of up
+    to two tiles of 16 records.
     """
-    geometry = MambaGeometry(18, head_dim, 2, 128)
-    most, steps = 75, 30
-    config = ReplayConfig(window=24, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
-    weights, tokens = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, most * steps, CUDA)
+    geometry, batches, steps = MambaGeometry(18, head_dim, 2, 128), (1, 10, 25, 50, 75), 30
+    config = ReplayConfig(window=24, max_step_tokens=3, checkpoint=checkpoint, read_copy=read_copy)
+    weights = Weights.random(geometry, CUDA)
+    tokens = random_tokens(geometry, torch.bfloat16, batches[-1] * count, CUDA)
     results = []
-    for rows in (1, 10, 25, 50, most):
+    for rows in batches:
         pool = StatePool(geometry, config, rows, 1, CUDA)
         pool.reset(range(rows))
         outputs = []
         for step in range(steps):
-            plan = pool.plan(range(rows))
-            given = tokens.span(step * most, step * most + rows)
-            outputs.append(ops.step(pool, 0, plan, *given, *weights)[0])
+            plan = pool.plan(range(rows), count)
+            given = tokens.span(0, rows * count)
+            outputs.append(ops.step(pool, 0, plan, *(t.roll(step, -1) for t in given), *weights)[:count])
             pool.commit(plan)
         pool.validate()
         results.append((torch.stack(outputs), pool.data[0, 0]))

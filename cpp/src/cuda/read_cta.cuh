@@ -485,8 +485,8 @@ struct ReadCta {
   // kKeeps: threads that share what is requested, by turns: what one row takes is little, and each warp has some of it.
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
-  // Of B, what comes from the ring: one run of it or two.
-  __device__ void request_b() const {
+  // Of B, what comes from the ring from the first-th staged record on: one run of it or two.
+  __device__ void request_b(int first_record = 0) const {
     const int count = from_ring();
     Staged* const B = staged(layout.b);
     if constexpr (kBlocksOfB) {
@@ -503,15 +503,20 @@ struct ReadCta {
     const int column = tid % kRowParts * 8;
     const Staged* const ring = b_ring() + column;
 #pragma unroll 1
-    for (int i = turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
+    for (int i = first_record + turned(1) / kRowParts; i < count; i += kRowsAtOnce) {
       request_16_bytes(B + i * N + column, ring + ring_row_of(i) * N);
     }
   }
 
   // B of the history and of the tokens, C, and the step sizes of all heads.
   __device__ void request_group() const {
-    const int part_column = tid % kRowParts * 8;
     request_b();
+    request_tokens_of_group();
+    if (!kFolds) request_delta();  // else it is there
+  }
+  // C, and B of tokens that come as tensors.
+  __device__ void request_tokens_of_group() const {
+    const int part_column = tid % kRowParts * 8;
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
@@ -535,19 +540,19 @@ struct ReadCta {
                         group * args.C.stride[1] + part_column,
                     params.scan.c_aligned);
     }
-    if constexpr (!kFolds) {  // else delta is there
-      const float* const source = delta_ring(0);
-      const int parts = params.delta_parts.divisor;
+  }
+  __device__ void request_delta() const {
+    const float* const source = delta_ring(0);
+    const int parts = params.delta_parts.divisor;
 #pragma unroll 1
-      for (int i = tid; i < h * parts; i += kThreads) {
-        const int record = params.delta_parts(i), k = (i - record * parts) * params.delta_part;
-        if (k >= heads) continue;
-        const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
-        if (params.delta_part == 4) {
-          request_16_bytes(&delta(k, record), part);
-        } else {
-          request_4_bytes(&delta(k, record), part);
-        }
+    for (int i = tid; i < h * parts; i += kThreads) {
+      const int record = params.delta_parts(i), k = (i - record * parts) * params.delta_part;
+      if (k >= heads) continue;
+      const float* const part = source + ring_row_of(record) * params.heads_per_group + k;
+      if (params.delta_part == 4) {
+        request_16_bytes(&delta(k, record), part);
+      } else {
+        request_4_bytes(&delta(k, record), part);
       }
     }
   }
@@ -889,8 +894,8 @@ struct ReadCta {
     return inputs;
   }
 
-  // Step sizes, decay rates and e(i,h), whose sums begin with the newest record; d.
-  __device__ void discretise(const TokenInputs& inputs) const {
+  // Step sizes.
+  __device__ void discretise_tokens(const TokenInputs& inputs) const {
     const int k = thread_head();
     if (k >= heads) return;
 #pragma unroll
@@ -902,7 +907,12 @@ struct ReadCta {
       delta(k, h + s) = step;
       delta_ring(k)[ring_position(row.ring_row, s, problem.ring_rows) * params.heads_per_group] = step;
     }
-    if (thread_token() > 0) return;
+  }
+  // The same, and decay rates and e(i,h), whose sums begin with the newest record; d.
+  __device__ void discretise(const TokenInputs& inputs) const {
+    discretise_tokens(inputs);
+    const int k = thread_head();
+    if (k >= heads || thread_token() > 0) return;
     const float rate = -expf(bits_to_float(inputs.rate, args.A_log.dtype));
     floats(layout.rate)[k] = rate;
     float* const exponents = floats(layout.v) + k * layout.delta_stride;
@@ -966,6 +976,19 @@ struct ReadCta {
     }
   }
 
+  // The same where weigh_records() has not been told of B^T C.
+  __device__ void take_parts_of_weights() const {
+    constexpr int kTile = 16, kHeads = kThreads / kTile;
+#pragma unroll 1
+    for (int k = tid / kTile; k < heads; k += kHeads) {
+#pragma unroll 1
+      for (int i = tid % kTile; i < history; i += kTile) {
+        float& v = floats(layout.v)[k * layout.delta_stride + i];
+        v = weight_in_parts(v, floats(layout.g)[i]);
+      }
+    }
+  }
+
   // Of the k-th head, the history's and behind it the tokens'.
   __device__ float& delta(int k, int record) const {
     return floats(layout.delta)[kFolds ? k * layout.delta_stride + record : record * params.cta_heads + k];
@@ -982,14 +1005,7 @@ struct ReadCta {
       synchronise();
     }
     if (kBlocksOfB) await(fold_barrier(), 0);
-    if (params.scan.append && group_head == 0) {
-      const int part_column = tid % kRowParts * 8;
-#pragma unroll 1
-      for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
-        *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
-            *reinterpret_cast<const uint4*>(new_b() + s * N + part_column);
-      }
-    }
+    append_b();
     form_products();
     form_query();
     discretise(inputs);
@@ -998,6 +1014,17 @@ struct ReadCta {
     weigh_tokens(inputs);
     if (!kFolds && team_bits > 0 && team < heads) await_head(0);
     synchronise();
+  }
+  // The new B into the ring, if it is not there.
+  __device__ void append_b() const {
+    if (params.scan.append && group_head == 0) {
+      const int part_column = tid % kRowParts * 8;
+#pragma unroll 1
+      for (int s = tid / kRowParts; s < T; s += kRowsAtOnce) {
+        *reinterpret_cast<uint4*>(b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column) =
+            *reinterpret_cast<const uint4*>(new_b() + s * N + part_column);
+      }
+    }
   }
 
   // ---- folding ----

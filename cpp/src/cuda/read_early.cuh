@@ -37,9 +37,9 @@ __device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned)
   return row;
 }
 
-template <typename Format, typename Staged>
+template <typename Format, typename Staged, bool kSingle>
 struct EarlyStep {
-  using Cta = ReadCta<Format, Staged, false, true, true>;
+  using Cta = ReadCta<Format, Staged, false, kSingle, true>;
   using State = typename Cta::State;
   static constexpr bool kPlain = Cta::kPlain;
   static constexpr int N = kMaxStateDim, kTiles = kEarlyWindow / 16;
@@ -55,6 +55,12 @@ struct EarlyStep {
   const char *input, *new_b, *new_x;
   Staged* out;
   float step;  // kStepWarp, of the lane-th head
+  // Of rows of several tokens.
+  typename Cta::Head head;
+  typename Cta::Places places;
+  typename Cta::QueryPlaces of_query;
+  typename Cta::Slices slices;
+  typename Cta::TokenInputs inputs;
 
   __device__ __forceinline__ explicit EarlyStep(const ReadParams& params, char* shared)
       : cta(params, shared, params.team_bits) {}
@@ -68,20 +74,26 @@ struct EarlyStep {
     while (true) {
       if (known) {
         request_history();
-        find_token();
+        if (kSingle) find_token();
         await_requests();
       }
       cta.synchronise();
       bool agreed;
 #pragma unroll 1
-      for (bool rehearses = cta.params.rehearses && !sure;; rehearses = false) {
+      for (bool rehearses = kSingle && cta.params.rehearses && !sure;; rehearses = false) {
         if (!sure && !rehearses) await_previous();
         const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
         const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
         const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
-        if (known) weigh_token();
+        if (known) {
+          if constexpr (kSingle) {
+            weigh_token();
+          } else {
+            request_tokens();
+          }
+        }
         agreed = agree(rehearses || (known && (sure || is_row(named, rest))));
-        if (agreed && known && own_slices > 0) {
+        if (agreed && known && kSingle && own_slices > 0) {
           if constexpr (kPlain) {
             read_plain(!rehearses);
           } else {
@@ -96,7 +108,11 @@ struct EarlyStep {
       begin_anew();
       known = sure = true;
     }
-    append();
+    if constexpr (kSingle) {
+      append();
+    } else {
+      read_several();
+    }
   }
 
   // Whether the row that is known has these fields from its slot, and from its count on.
@@ -122,7 +138,8 @@ struct EarlyStep {
     replayssm_plan_row& row = cta.row;
     row = peek_row(params.scan.planned[cta.row_index]);
     return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
-           row.ring_row >= 0 && row.ring_row < cta.problem.ring_rows && cta.consider(false);
+           row.ring_row >= 0 && row.ring_row < cta.problem.ring_rows &&
+           row.history + static_cast<int64_t>(row.count) <= cta.problem.config.window && cta.consider(false);
   }
 
   __device__ char* slot(int index) const {
@@ -145,10 +162,23 @@ struct EarlyStep {
   // What steps before have left, to shared memory. kStepWarp weighs the history.
   __device__ __forceinline__ void request_history() {
     const ReadParams& params = cta.params;
+    if constexpr (!kSingle) {
+      head = typename Cta::Head(cta, cta.team);
+      places = typename Cta::Places(cta);
+      if constexpr (kPlain) {
+        slices = typename Cta::Slices(cta, head);
+        cta.begin_slices(slices);
+      } else {
+        of_query = typename Cta::QueryPlaces(cta);
+      }
+      places.find_inputs(cta);
+    }
     if (own_slices > 0) {
       const typename Cta::Head head(cta, cta.team);
       out = head.out;
-      if constexpr (kPlain) {
+      if constexpr (kPlain && !kSingle) {
+        // they are under way
+      } else if constexpr (kPlain) {
         next = head.state + cta.first_slice * Cta::kSliceBytes;
         if (cta.has_state()) {
           for (int i = 0; i < min(own_slices, kSlots); ++i) request_slice(i);
@@ -209,6 +239,7 @@ struct EarlyStep {
         sum = __fadd_rn(sum, __fmul_rn(rate, cta.delta(lane, i)));
       }
       cta.floats(layout.decay)[lane] = expf(sum);
+      cta.floats(layout.rate)[lane] = rate;
     }
     __syncwarp();
     if (lane >= round_up(cta.history, 16)) return;
@@ -218,7 +249,7 @@ struct EarlyStep {
       float& v = cta.floats(layout.v)[k * layout.delta_stride + lane];
       const float weight = lane < cta.history ? record_weight(cta.delta(k, lane), v) : 0.0f;
       v = weight;
-      if (!kPlain) cta.delta(k, lane) = weight;
+      if (!kPlain && kSingle) cta.delta(k, lane) = weight;
     }
   }
 
@@ -296,6 +327,56 @@ struct EarlyStep {
       }
     }
     await_requests();
+  }
+
+  // The same of several, as far as it can be had before all threads are together.
+  __device__ __forceinline__ void request_tokens() {
+    const ReadShared& layout = cta.layout;
+    cta.request_b(cta.history);
+    cta.request_tokens_of_group();
+    if (cta.team < cta.heads) {
+      const int x_rows = cta.x_rows;
+      Staged* target = cta.staged(places.new_x);
+      const Staged* source = head.new_x;
+      uint32_t from = cta.wrapped((cta.row.ring_row + min(cta.x_row, cta.T)) * cta.params.x_ring_stride);
+#pragma unroll 1
+      for (int s = cta.x_row; s < cta.T; s += x_rows) {
+        if (cta.params.scan.append) {
+          request_16_bytes(target, source);
+          source += x_rows * cta.args.x.stride[0];
+        } else {
+          request_16_bytes(target, beyond(head.ring, from));
+          from = cta.wrapped(from + x_rows * cta.params.x_ring_stride);
+        }
+        target += x_rows * layout.x_stride;
+      }
+    }
+    inputs = cta.load_tokens();
+    await_requests();
+  }
+  // And the rest of it.
+  __device__ __forceinline__ void read_several() {
+    cta.append_b();
+    cta.form_products();
+    cta.form_query();
+    cta.discretise_tokens(inputs);
+    cta.synchronise();
+    if (cta.reads_one()) cta.take_parts_of_weights();
+    cta.weigh_tokens(inputs);
+    cta.synchronise();
+    if (own_slices <= 0) return;
+    if constexpr (kPlain) {
+      cta.append_x(head, places);
+      cta.read_plain(cta.team, places, places.terms, head.out, slices);
+    } else {
+      cta.await_head(0);
+      cta.append_x(head, places);
+      if (cta.reads_one()) {
+        cta.read_token(cta.team, places, of_query, places.terms, head, true);
+      } else {
+        cta.read_tokens(cta.team, places, of_query, places.terms, head, true);
+      }
+    }
   }
 
   // Whether all threads say so, after which they are together.

@@ -200,8 +200,8 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
   }
 }
 
-// Rows of one token in launches whose CTAs that step are there at once, before those that fold.
-template <typename Format, typename Staged>
+// Launches whose CTAs that step are there at once, before those that fold.
+template <typename Format, typename Staged, bool kSingle>
 __global__ __launch_bounds__(2 * kThreads, kCtasPerSm / 2) void step_early_kernel(
     const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
@@ -209,10 +209,10 @@ __global__ __launch_bounds__(2 * kThreads, kCtasPerSm / 2) void step_early_kerne
   fetch_parameters(params);
   const int number = blockIdx.x - params.step_ctas;
   if (number < 0) {
-    const int task = blockIdx.x + ReadCta<Format, Staged, false, true, true>::step_half() * params.step_ctas;
-    if (task < params.step_tasks) EarlyStep<Format, Staged>(params, shared).run(task);
+    const int task = blockIdx.x + ReadCta<Format, Staged, false, kSingle, true>::step_half() * params.step_ctas;
+    if (task < params.step_tasks) EarlyStep<Format, Staged, kSingle>(params, shared).run(task);
   } else {
-    fold_one_by_one<ReadCta<Format, Staged, true, true, true>>(params, shared, number);
+    fold_one_by_one<ReadCta<Format, Staged, true, kSingle, true>>(params, shared, number);
   }
 }
 
@@ -220,29 +220,28 @@ __global__ __launch_bounds__(2 * kThreads, kCtasPerSm / 2) void step_early_kerne
 
 using ReadKernel = void(ReadParams);
 
-template <typename Format, bool kWide>
-ReadKernel* choose_read(int activation, bool single) {
-  if (activation == REPLAYSSM_BF16) {
-    return single ? step_read_kernel<Format, __nv_bfloat16, true, kWide>
-                  : step_read_kernel<Format, __nv_bfloat16, false, kWide>;
-  }
-  return single ? step_read_kernel<Format, __half, true, kWide> : step_read_kernel<Format, __half, false, kWide>;
-}
+// How a launch's CTAs work: alone, or wide, and then with steps that load early.
+enum class Way { kNarrow, kWide, kEarly };
 
 // FP8 has scales of rows, which two warps would have to share.
 template <typename Format>
 constexpr bool kCanBeWide = !std::is_same_v<Format, Fp8>;
 
-template <typename Format>
-ReadKernel* choose_read(int activation, bool single, bool wide, bool early) {
+template <typename Format, typename Staged, bool kSingle>
+ReadKernel* choose_read(Way way) {
   if constexpr (kCanBeWide<Format>) {
-    if (early) {
-      return activation == REPLAYSSM_BF16 ? step_early_kernel<Format, __nv_bfloat16>
-                                          : step_early_kernel<Format, __half>;
-    }
-    if (wide) return choose_read<Format, true>(activation, single);
+    if (way == Way::kEarly) return step_early_kernel<Format, Staged, kSingle>;
+    if (way == Way::kWide) return step_read_kernel<Format, Staged, kSingle, true>;
   }
-  return choose_read<Format, false>(activation, single);
+  return step_read_kernel<Format, Staged, kSingle, false>;
+}
+
+template <typename Format>
+ReadKernel* choose_read(int activation, bool single, Way way) {
+  if (activation == REPLAYSSM_BF16) {
+    return single ? choose_read<Format, __nv_bfloat16, true>(way) : choose_read<Format, __nv_bfloat16, false>(way);
+  }
+  return single ? choose_read<Format, __half, true>(way) : choose_read<Format, __half, false>(way);
 }
 
 // Whether steps read a plain checkpoint of 16 bits a value. (Those that flush more often are faster in step_mma.cu.)
@@ -383,7 +382,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
   const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
-  bool early = wide && scan.args.max_count == 1 && problem.config.window <= kEarlyWindow && scan.x_aligned &&
+  bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned &&
                      scan.b_aligned && scan.c_aligned && row_heads <= most_early_heads();
   if (early) {
     // A CTA for each multiprocessor, beside one of the kernel before.
@@ -419,7 +418,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
-    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, wide, early),
+    const Way way = early ? Way::kEarly : wide ? Way::kWide : Way::kNarrow;
+    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, way),
                         row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, halves * kThreads, shared, exec,
                         params);
   });
@@ -435,11 +435,11 @@ cudaError_t load_step_read_kernels() {
                                 {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_E2M2}};
   for (const auto& format : formats) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (int width : {0, 1, 2}) {
+      for (Way way : {Way::kNarrow, Way::kWide, Way::kEarly}) {
         for (bool single : {false, true}) {
           config.checkpoint = format[0], config.read_copy = format[1];
           ReadKernel* const kernel = with_read_format(
-              config, [&](auto format) { return choose_read<decltype(format)>(activation, single, width > 0, width > 1); });
+              config, [&](auto format) { return choose_read<decltype(format)>(activation, single, way); });
           cudaError_t error = load_kernel(kernel);
           if (error == cudaSuccess) {
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
