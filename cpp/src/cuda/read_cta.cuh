@@ -158,7 +158,6 @@ struct ReadParams {
   } advance;  // bytes from a head to the warp's next
   ReadShared stepping, folding;
   int fetches;         // CTAs that have the L2 fetch states ahead
-  bool rehearses, folds_early;
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
@@ -230,16 +229,11 @@ struct FlushingRows {
   __device__ static FlushingRows of(const ReadParams& params) {
     return of<kFew>(params, see<kFew>(params));
   }
-  // Of few rows, as the plan reads before await_previous().
+  // Of few rows, as the plan reads before await_previous(); of many, none.
   __device__ static FlushingRows peek(const ReadParams& params) {
     FlushingRows rows{};
     const replayssm_plan_row* const planned = params.scan.planned;
-    if (params.rows > 32) {
-      const int count = cuda::peek((reinterpret_cast<const replayssm_plan_header*>(planned) - 1)->num_flush);
-      rows.listed = reinterpret_cast<const int32_t*>(planned + params.rows);
-      rows.count = count > params.rows ? 0 : max(count, 0);
-      return rows;
-    }
+    if (params.rows > 32) return rows;
     const replayssm_plan_row& row = planned[min(threadIdx.x % 32, params.rows - 1)];
     const int32_t flags = cuda::peek(row.flags), slot = cuda::peek(row.slot);
     rows.take_few(slot, flags, params.rows);
@@ -248,12 +242,6 @@ struct FlushingRows {
   __device__ void take_few(int32_t slot, int32_t flags, int rows) {
     few = __ballot_sync(~0u, static_cast<int>(threadIdx.x % 32) < rows && slot >= 0 && flags & REPLAYSSM_ROW_FLUSH);
     count = __popc(few);
-  }
-  // Of what has been peeked, a row, or a negative number.
-  __device__ int peek_at(int index) const {
-    if (index >= count) return -1;
-    const int row = few == 0 ? cuda::peek(listed[index]) : (*this)[index];
-    return row;
   }
   __device__ int operator[](int index) const {
     if (few == 0) return listed[index];
@@ -401,16 +389,8 @@ struct ReadCta {
     return section_of(params.scan.layer.read_copy, row.slot) + head * problem.read_copy_head_bytes;
   }
 
-  // kFolds: which heads the task-th part of those of the rows to flush are. Returns which of these rows has them.
+  // kKeeps: which heads the task-th part of those of the rows to flush are. Returns which of these rows has them.
   __device__ int place(uint32_t task) {
-    if (!kKeeps) {
-      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, kWarpBits - team_bits);
-      const uint32_t of_group = task / chunks, index = of_group / groups;
-      group = of_group - index * groups;
-      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
-      heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
-      return index;
-    }
     const int index = params.heads(task), head = task - index * params.heads.divisor;
     group = params.group_heads(head);
     group_head = head - group * params.heads_per_group;
@@ -418,11 +398,17 @@ struct ReadCta {
     return index;
   }
 
-  // Takes the task-th part of all heads or, if the CTA folds, that of the task-th row to flush which place() has found.
-  // False: nothing to do.
+  // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
   __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
-    if (kFolds) {
+    if (kKeeps) {
       row_index = (*flushing)[task];  // as place() has said
+    } else if (kFolds) {
+      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, kWarpBits - team_bits);
+      const uint32_t of_group = task / chunks, index = of_group / groups;
+      row_index = (*flushing)[index];
+      group = of_group - index * groups;
+      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
+      heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
       find(task);
     }
@@ -454,20 +440,21 @@ struct ReadCta {
     return kFolds || !flagged || flushed;  // else a CTA that folds has it
   }
 
-  // kFolds: the same of the index-th of rows that have been peeked, before await_previous(). found: in shared memory, a
-  // row and which it is, which one warp has put there.
-  static constexpr int kFoundWords = sizeof(replayssm_plan_row) / 4 + 2;
-  __device__ static void find_row(const ReadParams& params, const FlushingRows& flushing, int index, int32_t* found) {
+  // kKeeps: takes the index-th row that flushes before await_previous(), by what the plan says then; all threads take
+  // the same.
+  __device__ bool peek(int index) {
+    int32_t* const found = reinterpret_cast<int32_t*>(words(layout.query));  // a row, and which it is
     constexpr int kWords = sizeof(replayssm_plan_row) / 4;
-    const int lane = threadIdx.x % 32, peeked = flushing.peek_at(index);
-    const bool exists = peeked >= 0 && peeked < params.rows;
-    if (exists && lane < kWords) {
-      found[lane] = cuda::peek(reinterpret_cast<const int32_t*>(params.scan.planned + peeked)[lane]);
+    if (warp == 0) {
+      const FlushingRows flushing = FlushingRows::peek(params);
+      const int peeked = index < flushing.count ? flushing[index] : -1;
+      if (peeked >= 0 && lane < kWords) {
+        found[lane] = cuda::peek(reinterpret_cast<const int32_t*>(params.scan.planned + peeked)[lane]);
+      }
+      if (lane == 0) found[kWords] = peeked;
     }
-    if (lane == 0) found[kWords] = exists ? peeked : -1, found[kWords + 1] = flushing.count;
-  }
-  __device__ bool take_found(const int32_t* found) {
-    row_index = found[kFoundWords - 2];
+    synchronise();
+    row_index = found[kWords];
     if (row_index < 0) return false;
     row = *reinterpret_cast<const replayssm_plan_row*>(found);
     return row.slot < params.scan.num_slots && row.first_token >= 0 && row.history > 0 && row.ring_row >= 0 &&
@@ -512,7 +499,7 @@ struct ReadCta {
   __device__ void request_group() const {
     request_b();
     request_tokens_of_group();
-    if (!kFolds) request_delta();  // else it is there
+    if (!kKeeps) request_delta();  // else it is there
   }
   // C, and B of tokens that come as tensors.
   __device__ void request_tokens_of_group() const {
@@ -542,6 +529,16 @@ struct ReadCta {
     }
   }
   __device__ void request_delta() const {
+    if constexpr (kFolds) {
+      const int k = thread_head();
+      if (k >= heads) return;
+      const float* const source = delta_ring(k);
+#pragma unroll 1
+      for (int i = tid / kMaxCtaHeads; i < h; i += kTokenThreads) {
+        request_4_bytes(&delta(k, i), source + ring_before(i) * params.heads_per_group);
+      }
+      return;
+    }
     const float* const source = delta_ring(0);
     const int parts = params.delta_parts.divisor;
 #pragma unroll 1
@@ -997,20 +994,28 @@ struct ReadCta {
   // Of the k-th head that is folded: weights of its records, and behind them the decay.
   __device__ float* fold_weights(int k) const { return floats(layout.v) + (kKeeps ? warp : k) * layout.delta_stride; }
 
-  // All that precedes the heads. The first heads of all teams have been requested, and before them the group, which is
-  // there if the CTA folds.
+  // All that precedes the heads. The first heads of all teams have been requested, and before them the group. In wide
+  // CTAs that fold the history has been weighed.
   __device__ void prepare(const TokenInputs& inputs) const {
-    if (!kFolds) {
+    if (kKeeps) {
+      await_requests();
+    } else {
       await_groups<1>();
-      synchronise();
     }
+    synchronise();
     if (kBlocksOfB) await(fold_barrier(), 0);
     append_b();
     form_products();
     form_query();
     discretise(inputs);
     synchronise();
-    if (!kFolds) weigh_records();
+    if (!kFolds) {
+      weigh_records();
+    } else if (!kKeeps && warp < heads) {
+      const float decay = weigh_history(floats(layout.delta) + warp * layout.delta_stride, floats(layout.rate)[warp], h,
+                                        lane, fold_weights(warp));
+      if (lane == 0) fold_weights(warp)[layout.delta_stride - 1] = decay;
+    }
     weigh_tokens(inputs);
     if (!kFolds && team_bits > 0 && team < heads) await_head(0);
     synchronise();
@@ -1078,7 +1083,7 @@ struct ReadCta {
       raw[i] = make_uint4(0, 0, 0, 0);
       if (record >= h) continue;
       const auto* const from = reinterpret_cast<const uint4*>(ring + ring_before(record) * N);
-      raw[i] = load_early(from);
+      raw[i] = kKeeps ? load_early(from) : *from;
     }
   }
   __device__ int first_widened() const { return tid / (4 * kRowParts); }
@@ -1169,8 +1174,7 @@ struct ReadCta {
 
   // Plain checkpoints, of which steps read what is stored.
   template <typename Ask>
-  __device__ __forceinline__ bool fold_plain_heads(RoundingKey keys,
-                                                   const Ask& ask) const {
+  __device__ __forceinline__ bool fold_plain_heads(RoundingKey keys, const Ask& ask) const {
     const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
     const bool stochastic = problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP16_SR;
 #pragma unroll 1
@@ -1241,8 +1245,7 @@ struct ReadCta {
 
   // With a read copy, of which steps read what is cast.
   template <typename Ask>
-  __device__ __forceinline__ bool fold_heads(RoundingKey keys,
-                                             const Ask& ask) const {
+  __device__ __forceinline__ bool fold_heads(RoundingKey keys, const Ask& ask) const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
@@ -1767,6 +1770,7 @@ struct ReadCta {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
+    if constexpr (kFolds) request_fold(head_of(0));
     request_group();
     close_group();
   }
@@ -1777,78 +1781,62 @@ struct ReadCta {
     }
   }
 
-  // The checkpoint of the first head, and the history of all: asked for, and weighed. All of it is there but what
-  // await_fold() awaits.
-  __device__ __forceinline__ void begin_fold() const {
+  // All of it, up to the state of the heads.
+  __device__ __forceinline__ void fold() const {
+    RawHistory raw;
+    load_history(first_widened(), raw);
+    begin();
+    clear_before_x();
+    close_group();
+    const TokenInputs inputs = load_tokens();
+    widen_history(raw);
+    prepare(inputs);
+    const RoundingKey keys = fold_keys();
+    auto ask = [] { return true; };
+    if constexpr (kPlain) {
+      fold_plain_heads(keys, ask);
+    } else {
+      fold_heads(keys, ask);
+    }
+    if (kPlain && elect_lane()) await_blocks_stored();
+    finish_writes_before_blocks();
+    synchronise();
+  }
+
+  // kKeeps: the same, the state formed before await_previous(), unless the row is sure, by what peek() has found. False
+  // if it is another row then; then nothing has been stored, and nothing is under way. look() loads what tells, and
+  // returns what says whether the row is the same.
+  template <typename Look>
+  __device__ __forceinline__ bool fold_kept(bool sure, const Look& look) const {
     RawHistory raw;
     load_history(first_widened(), raw);
     request_fold(head_of(0));
-    const int k = kKeeps ? 0 : thread_head(), first = kKeeps ? tid - 128 : tid / kMaxCtaHeads;
-    constexpr int kStep = kKeeps ? kThreads : kTokenThreads, kAtATime = kKeeps ? 1 : 4;
+    if (warp == 4) {
 #pragma unroll 1
-    for (int i = first; i >= 0 && i < h && k < heads; i += kAtATime * kStep) {
-      float value[kAtATime];
-#pragma unroll
-      for (int j = 0; j < kAtATime; ++j) {
-        const int record = min(i + j * kStep, h - 1);
-        value[j] = load_early(delta_ring(k) + ring_before(record) * params.heads_per_group);
-      }
-#pragma unroll
-      for (int j = 0; j < kAtATime; ++j) {
-        if (i + j * kStep < h) delta(k, i + j * kStep) = value[j];
+      for (int i = lane; i < h; i += 32) {
+        delta(0, i) = load_early(delta_ring(0) + ring_before(i) * params.heads_per_group);
       }
     }
-    const int weighed = kKeeps ? 0 : min(warp, heads - 1);  // in wide CTAs each warp weighs the history for itself
-    const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head_of(weighed));
-    for (int i = tid * 16; i < kZeroRows * problem.geometry.head_dim * 2; i += kThreads * 16) {
-      *reinterpret_cast<uint4*>(shared + layout.folded_x + i) = make_uint4(0, 0, 0, 0);
-    }
+    const uint32_t rate_bits = load_bits(args.A_log.data, args.A_log.dtype, head_of(0));
+    clear_before_x();
+    const RoundingKey keys = fold_keys();
     widen_history(raw);
     synchronise();
-    if (!kKeeps && warp >= heads) return;
-    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));
-    const float decay = weigh_history(floats(layout.delta) + weighed * layout.delta_stride, rate, h, lane,
-                                      fold_weights(weighed));
-    if (lane == 0) fold_weights(weighed)[layout.delta_stride - 1] = decay;
+    const float rate = -expf(bits_to_float(rate_bits, args.A_log.dtype));  // each warp weighs the history for itself
+    const float decay = weigh_history(floats(layout.delta), rate, h, lane, fold_weights(0));
+    if (lane == 0) fold_weights(0)[layout.delta_stride - 1] = decay;
     __syncwarp();
-  }
-
-  // Asks for what tokens bring, behind await_previous(), before which a row that is not sure has been found. False if
-  // that is another one now; then nothing is under way, and nothing has been stored. look() loads what tells, and returns
-  // what says whether the row is the same. Behind it all threads are together.
-  template <typename Look>
-  __device__ __forceinline__ bool ask_for_tokens(bool sure, const Look& look, TokenInputs& inputs) const {
-    if (!sure) await_previous();
-    const auto holds = look();
-    request_group();
-    if (kKeeps) request_x(Head(*this, 0), Places(*this));
-    inputs = load_tokens();
-    if (__syncthreads_and(holds())) return true;
-    await_requests();
-    if (!kKeeps) await_fold(0);
-    return false;
-  }
-  __device__ __forceinline__ void take_tokens(const TokenInputs& inputs) const {
-    await_requests();
-    synchronise();
-    prepare(inputs);
-  }
-
-  // All of it, up to the state of the heads; of wide CTAs, the state is formed before await_previous() too. False as
-  // above.
-  template <typename Look>
-  __device__ __forceinline__ bool fold(bool sure, const Look& look) const {
-    begin_fold();
     TokenInputs inputs;
-    RoundingKey keys;
-    auto ask = [&] { return ask_for_tokens(sure, look, inputs); };
-    if (kKeeps) {
-      keys = fold_keys();
-    } else {
-      if (!ask()) return false;
-      take_tokens(inputs);
-      keys = fold_keys();
-    }
+    auto ask = [&] {  // for what tokens bring, behind the state that is formed
+      if (!sure) await_previous();
+      const auto holds = look();
+      request_group();
+      request_x(Head(*this, 0), Places(*this));
+      inputs = load_tokens();
+      if (__syncthreads_and(holds())) return true;
+      await_requests();
+      return false;
+    };
     const bool folded = [&] {
       if constexpr (kPlain) {
         return fold_plain_heads(keys, ask);
@@ -1857,15 +1845,10 @@ struct ReadCta {
       }
     }();
     if (!folded) return false;
-    if (kKeeps) take_tokens(inputs);
-    if (kKeeps) {
-      finish_stores_before_blocks();
-    } else {
-      if (kPlain && elect_lane()) await_blocks_stored();
-      finish_writes_before_blocks();
-    }
+    prepare(inputs);
+    finish_stores_before_blocks();
     synchronise();
-    if (kKeeps && warp == kWarps - 1) {
+    if (warp == kWarps - 1) {
       if (kPlain) {
         send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
       } else {

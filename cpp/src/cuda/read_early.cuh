@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step of one token from one head, by four warps, in launches so small that their CTAs stand on the multiprocessors
-// while the kernel before is still at work: see step_read.cu.
+// A step in launches so small that their CTAs stand on the multiprocessors beside those of the kernel before: see
+// step_read.cu.
 //
-// What steps before have left is loaded, and the history weighed, before the kernel before has ended, by what the plan
-// says then (the rules stand in common.cuh, above peek()). What comes after is as little as can be: C, step size and
-// records of the token, which are asked for together with the row itself, B^T C, the token's weights, and the products
-// with state and x. Each warp has its own part of B^T C, from registers, so that one barrier suffices, at which all
-// threads also say whether the row is still what they have found; should it not be, all is done anew.
+// Four warps have one head, two or four, of one group of a row. What steps before have left is loaded, and the history
+// weighed, before the kernel before has ended, by what the plan says then (the rules stand in common.cuh, above
+// peek()). What comes after that is as little as can be. What tokens bring is asked for together with the row itself,
+// by addresses that are there already. Of a row of one token each warp then does another part: B^T C of 16 records,
+// step sizes, or C in FP16. One barrier follows, at which all threads also say whether the row is still what they have
+// found, and the products with state and x. Should it be another row, all is done anew.
+//
+// Bits are those of ReadCta::run(): the same operations.
 #pragma once
 
 #include "read_cta.cuh"
@@ -43,15 +46,15 @@ struct EarlyStep {
   using State = typename Cta::State;
   static constexpr bool kPlain = Cta::kPlain;
   static constexpr int N = kMaxStateDim, kTiles = kEarlyWindow / 16;
-  // Of the four warps; the first kTiles have 16 records each of the run, the history and the token behind it.
+  // Of one token: the first kTiles warps have 16 records each of the run, the history and the token behind it.
   static constexpr int kStepWarp = 2, kQueryWarp = 3;
 
   Cta cta;
-  int own_slices;           // of the team's head, for this warp
-  float rate, bias, skip;   // kStepWarp, of the lane-th head
-  const char* next;         // slice of a plain checkpoint to request
-  // Where the token's inputs are. Of the first kTiles warps the lane's part of C, of kStepWarp dt of the lane-th head, of
-  // kQueryWarp four columns of C; of all of them 16 bytes of B, and of x.
+  int own_slices;          // of the team's head, for this warp
+  float rate, bias, skip;  // kStepWarp, of the lane-th head
+  const char* next;        // slice of a plain checkpoint to request
+  // Where the token's inputs are. Of the first kTiles warps the lane's part of C, of kStepWarp dt of the lane-th head,
+  // of kQueryWarp four columns of C; of all of them 16 bytes of B, and of x.
   const char *input, *new_b, *new_x;
   Staged* out;
   float step;  // kStepWarp, of the lane-th head
@@ -78,41 +81,32 @@ struct EarlyStep {
         await_requests();
       }
       cta.synchronise();
-      bool agreed;
-#pragma unroll 1
-      for (bool rehearses = kSingle && cta.params.rehearses && !sure;; rehearses = false) {
-        if (!sure && !rehearses) await_previous();
-        const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
-        const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
-        const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
-        if (known) {
-          if constexpr (kSingle) {
-            weigh_token();
-          } else {
-            request_tokens();
-          }
+      if (!sure) await_previous();
+      const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
+      const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
+      const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
+      if (known) {
+        if constexpr (kSingle) {
+          weigh_token();
+        } else {
+          request_tokens();
         }
-        agreed = agree(rehearses || (known && (sure || is_row(named, rest))));
-        if (agreed && known && kSingle && own_slices > 0) {
-          if constexpr (kPlain) {
-            read_plain(!rehearses);
-          } else {
-            read_quantised(!rehearses);
-          }
-        }
-        if (!rehearses) break;
       }
-      if (agreed) break;
+      if (agree(known && (sure || is_row(named, rest)))) break;
       if (known) await_state();
       if (!cta.take(task)) return;
       begin_anew();
       known = sure = true;
     }
-    if constexpr (kSingle) {
-      append();
-    } else {
+    if constexpr (!kSingle) {
       read_several();
+      return;
+    } else if constexpr (kPlain) {
+      if (own_slices > 0) read_plain();
+    } else {
+      if (own_slices > 0) read_quantised();
     }
+    append();
   }
 
   // Whether the row that is known has these fields from its slot, and from its count on.
@@ -173,11 +167,11 @@ struct EarlyStep {
       }
       places.find_inputs(cta);
     }
-    if (own_slices > 0) {
+    if (cta.team < cta.heads) {
       const typename Cta::Head head(cta, cta.team);
       out = head.out;
       if constexpr (kPlain && !kSingle) {
-        // they are under way
+        // slices are under way
       } else if constexpr (kPlain) {
         next = head.state + cta.first_slice * Cta::kSliceBytes;
         if (cta.has_state()) {
@@ -204,9 +198,9 @@ struct EarlyStep {
     if (cta.warp == kStepWarp) weigh_history();
   }
 
-  // v and d of all heads, in the order of ReadCta::discretise() and weigh_records(). A lane has one record of each head,
-  // then a head, then a record again. Weights for a quantised state, which are still to be multiplied, take the place of
-  // delta.
+  // v and d of all heads, in the order of ReadCta::discretise() and weigh_records(). A lane has one record of each
+  // head, then a head, then a record again. Weights for a quantised state, which are still to be multiplied, take the
+  // place of delta.
   __device__ __forceinline__ void weigh_history() {
     const replayssm_scan_args& args = cta.args;
     const ReadShared& layout = cta.layout;
@@ -266,8 +260,7 @@ struct EarlyStep {
     const typename Cta::Head head(cta, min(cta.team, cta.heads - 1));
     const Staged* const X = append ? head.new_x : beyond(head.ring, cta.row.ring_row * cta.params.x_ring_stride);
     const char* const of_c = reinterpret_cast<const char*>(C);
-    const int64_t dt =
-        token * args.dt.stride[0] + cta.head_of(min(cta.lane, cta.heads - 1)) * args.dt.stride[1];
+    const int64_t dt = token * args.dt.stride[0] + cta.head_of(min(cta.lane, cta.heads - 1)) * args.dt.stride[1];
     input = keep(cta.warp == kStepWarp
                      ? static_cast<const char*>(args.dt.data) + dt * (args.dt.dtype == REPLAYSSM_FP32 ? 4 : 2)
                      : of_c + (cta.warp == kQueryWarp ? 8 * cta.lane : 16 * cta.t));
@@ -364,7 +357,7 @@ struct EarlyStep {
     if (cta.reads_one()) cta.take_parts_of_weights();
     cta.weigh_tokens(inputs);
     cta.synchronise();
-    if (own_slices <= 0) return;
+    if (cta.team >= cta.heads) return;
     if constexpr (kPlain) {
       cta.append_x(head, places);
       cta.read_plain(cta.team, places, places.terms, head.out, slices);
@@ -393,7 +386,7 @@ struct EarlyStep {
 
   // Until what has been requested of the state is there.
   __device__ void await_state() const {
-    if (!cta.has_state() || own_slices <= 0) return;
+    if (!cta.has_state() || cta.team >= cta.heads) return;
     if constexpr (kPlain) {
 #pragma unroll 1
       for (int i = 0; i < min(own_slices, kSlots); ++i) await(cta.slot_barrier(i), 0);
@@ -410,7 +403,7 @@ struct EarlyStep {
   }
 
   // The outputs of the warp's slices, as ReadCta::read_plain() forms them.
-  __device__ __forceinline__ void read_plain(bool stores) {
+  __device__ __forceinline__ void read_plain() {
     constexpr int kQueryParts = State::template kQueryParts<Staged>;
     const ReadShared& layout = cta.layout;
     const int t = cta.t;
@@ -437,12 +430,11 @@ struct EarlyStep {
     }
     const typename State::Places of_state(cta.lane);
     Staged* out = this->out;
-    const int slices = stores ? own_slices : 1;
 #pragma unroll 1
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int slice = 0; slice < own_slices; ++slice) {
       if (cta.has_state()) await(cta.slot_barrier(slice % kSlots), slice / kSlots % 2);
       const State state(slot(slice % kSlots), of_state);
-      if (slice + kSlots < slices && cta.has_state()) {
+      if (slice + kSlots < own_slices && cta.has_state()) {
         __syncwarp();
         request_slice(slice % kSlots);
       }
@@ -470,7 +462,7 @@ struct EarlyStep {
       for (int i = 0; i < 4; ++i) {
         value[i] = fmaf(State::value(sum, i), factor, __fadd_rn(of_run[i / 2][i % 2], of_run[i / 2][2 + i % 2]));
       }
-      if (stores && cta.g == 0) {
+      if (cta.g == 0) {
         if (cta.params.paired) {
           *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
           *reinterpret_cast<uint32_t*>(out + 8) = pack_pair<Staged>(value[2], value[3]);
@@ -484,7 +476,7 @@ struct EarlyStep {
   }
 
   // The same as ReadCta::read_token() forms them.
-  __device__ __forceinline__ void read_quantised(bool stores) {
+  __device__ __forceinline__ void read_quantised() {
     const ReadShared& layout = cta.layout;
     const typename Cta::QueryPlaces places(cta);
     cta.template scale_columns<true>(places);
@@ -507,9 +499,8 @@ struct EarlyStep {
     const int t = cta.t;
     const Staged* new_x = cta.staged(cta.new_x_at()) + cta.first_slice * kSliceWidth + cta.g + t / 2 * 8;
     Staged* out = this->out;  // ReadCta::output_row() has lanes with odd t a slice further on
-    const int slices = stores ? own_slices : 1;
 #pragma unroll 1
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int slice = 0; slice < own_slices; ++slice) {
       const State state(source);
       float sum[2][4] = {}, y[1][4] = {};
 #pragma unroll
@@ -524,7 +515,7 @@ struct EarlyStep {
         y[0][2 * i] = fmaf(state.scale(i, sum[0][2 * i], sum[1][2 * i]), factor, y[0][2 * i]);
       }
       const float value = fmaf(terms.y, static_cast<float>(*new_x), __fmul_rn(sum_over_quad(y, t), terms.x));
-      if (stores && t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
+      if (t % 2 == 0) store_scalar(out, kDtypeOf<Staged>, 0, value);
       source.advance();
       new_x += kSliceWidth, out += kSliceWidth;
     }

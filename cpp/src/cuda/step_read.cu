@@ -58,8 +58,8 @@ namespace {
 
 constexpr int kCtasPerSm = 4;
 
-// The heads of rows that flush, by wide CTAs, one after the other; the first is begun before the kernel before has ended,
-// by what the plan says then.
+// The heads of rows that flush, by wide CTAs, one after the other; the first is begun before the kernel before has
+// ended, by what the plan says then.
 template <typename Cta>
 __device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* shared, int number) {
   Cta cta(params, shared, Cta::kWarpBits);
@@ -67,16 +67,13 @@ __device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* 
   FlushingRows flushing{};
   uint32_t task = number;
   int index = cta.place(task);
-  int32_t* const found = reinterpret_cast<int32_t*>(shared + params.folding.query);
-  if (cta.warp == 0) Cta::find_row(params, FlushingRows::peek(params), index, found);
-  __syncthreads();
-  bool known = params.folds_early && cta.take_found(found), sure = false;
+  bool known = cta.peek(index), sure = false;
 #pragma unroll 1
   while (true) {
     if (!known && !sure) {
       await_previous();
       flushing = FlushingRows::of<true>(params);
-    } else if (known && cta.fold(sure, [&] {
+    } else if (known && cta.fold_kept(sure, [&] {
                  return [&, row = params.scan.planned[cta.row_index], seen = FlushingRows::see<true>(params)] {
                    flushing = FlushingRows::of<true>(params, seen);
                    return index < flushing.count && flushing[index] == cta.row_index && cta.is_same(row);
@@ -100,62 +97,26 @@ __device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* 
 // The same by other CTAs, some heads of a group at a time.
 template <typename Cta>
 __device__ __forceinline__ void fold_together(const ReadParams& params, char* shared, int number) {
+  await_previous();
+  const auto flushing = FlushingRows::of<false>(params);
   // A head for each warp, if there are enough for all CTAs.
-  auto team_bits_of = [&](int count) {
-    const uint32_t heads = count * params.heads.divisor;
-    int bits = kWarpBits;
-    while (bits > params.fold_team_bits && heads >> (kWarpBits - bits) > params.flush_ctas) --bits;
-    return bits;
-  };
-  auto tasks_of = [&](int count, int bits) {
-    return count * params.scan.problem.geometry.num_groups * fold_chunks(params, kWarpBits - bits);
-  };
-  int32_t* const found = reinterpret_cast<int32_t*>(shared + params.folding.query);
-  if (threadIdx.x < 32) {
-    const auto flushing = FlushingRows::peek(params);
-    Cta cta(params, shared, team_bits_of(flushing.count));
-    Cta::find_row(params, flushing, cta.place(number), found);
+  const uint32_t flushed_heads = flushing.count * params.heads.divisor;
+  int team_bits = kWarpBits;
+  while (team_bits > params.fold_team_bits && flushed_heads >> (kWarpBits - team_bits) > params.flush_ctas) {
+    --team_bits;
   }
-  __syncthreads();
-  FlushingRows flushing{nullptr, 0, found[Cta::kFoundWords - 1]};
-  bool sure = !params.folds_early;
-  if (sure) {
-    await_previous();
-    flushing = FlushingRows::of<false>(params);
-  }
-  int team_bits = team_bits_of(flushing.count);
+  const uint32_t chunks = fold_chunks(params, kWarpBits - team_bits),
+                 tasks = flushing.count * params.scan.problem.geometry.num_groups * chunks;
 #pragma unroll 1
-  for (uint32_t task = number;;) {
-    bool folded = false;
-    if (!sure || task < tasks_of(flushing.count, team_bits)) {
-      Cta folding(params, shared, team_bits);
-      const int index = folding.place(task);
-      if (sure ? folding.take(index, &flushing) : folding.take_found(found)) {
-        folding.set_up();
-        folded = folding.fold(sure, [&] {
-          return [&, row = params.scan.planned[folding.row_index], seen = FlushingRows::see<false>(params)] {
-            const int count = flushing.count;
-            flushing = FlushingRows::of<false>(params, seen);
-            return count == flushing.count && flushing[index] == folding.row_index && folding.is_same(row);
-          };
-        });
-        if (folded) {
-          Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
-          reading.place(task);
-          reading.take(index, &flushing);
-          reading.run();
-        }
-        folding.end();
-      } else if (!sure) {
-        await_previous();
-        flushing = FlushingRows::of<false>(params);
-      }
-    } else {
-      break;
-    }
-    if (!sure) team_bits = team_bits_of(flushing.count);
-    if (sure || folded) task += params.flush_ctas;
-    sure = true;
+  for (uint32_t task = number; task < tasks; task += params.flush_ctas) {
+    Cta folding(params, shared, team_bits);
+    if (!folding.take(task, &flushing)) continue;
+    folding.set_up();
+    folding.fold();
+    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
+    reading.take(task, &flushing);
+    reading.run();
+    reading.end();
   }
 }
 
@@ -202,8 +163,8 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
 
 // Launches whose CTAs that step are there at once, before those that fold.
 template <typename Format, typename Staged, bool kSingle>
-__global__ __launch_bounds__(2 * kThreads, kCtasPerSm / 2) void step_early_kernel(
-    const __grid_constant__ ReadParams params) {
+__global__ __launch_bounds__(2 * kThreads,
+                             kCtasPerSm / 2) void step_early_kernel(const __grid_constant__ ReadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
   fetch_parameters(params);
@@ -273,10 +234,7 @@ constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
-int few_heads(const replayssm_config& config) {
-  static const char* const given = getenv("REPLAYSSM_FEW");
-  return given ? atoi(given) : is_plain(config) ? 2048 : 2304;
-}
+int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
@@ -382,8 +340,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
   const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
-  bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned &&
-                     scan.b_aligned && scan.c_aligned && row_heads <= most_early_heads();
+  bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
+               row_heads <= most_early_heads();
   if (early) {
     // A CTA for each multiprocessor, beside one of the kernel before.
     const ReadParams others = params;
@@ -394,10 +352,6 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.stepping.part(params.cta_heads);
     if (2 * params.stepping.bytes > kSharedLimit) early = false, params = others, ctas = others_ctas;
   }
-  static const char* const rehearses = getenv("REPLAYSSM_REHEARSE");
-  params.rehearses = rehearses && atoi(rehearses);
-  static const char* const folds_early = getenv("REPLAYSSM_FOLD");
-  params.folds_early = !folds_early || atoi(folds_early);
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
     params.folding = wide_folding;
