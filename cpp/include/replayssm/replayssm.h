@@ -453,8 +453,8 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
 /* ---- per layer -----------------------------------------------------------------------------------------------------
  */
 
-/* From a plan to the last op that takes it, nobody but these ops may write what its slots hold: on CUDA steps may
- * load states and records before what is ahead of them in the stream has ended. Kernels of the caller's that are
+/* From a plan to the last op that takes it, nobody but these ops may write what its slots hold, nor A_log, D and
+ * dt_bias: on CUDA steps may load them before what is ahead of them in the stream has ended. Kernels of the caller's that are
  * launched early themselves (programmatic dependent launch) must wait for those ahead of them before they end. */
 
 /* out = x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row, in FP32: what stands

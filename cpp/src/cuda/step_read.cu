@@ -44,12 +44,16 @@
 //     has stored. Steps and flushes don't wait for each other.
 //  6. In small batches a step takes as long as one row needs to flush, and that is mostly one instruction after the
 //     other. Then CTAs have twice the warps. One that folds has one head: two warps share a slice, each has half of its
-//     columns, what is to be stored and read again stays in shared memory, and what can be done before the kernel
-//     before has ended is. One that steps is two as above, side by side.
+//     columns, and what is to be stored and read again stays in shared memory. One that steps is two as above, side by
+//     side. What can be done before the kernel before has ended is: by the plan as it reads then the first head is
+//     fetched and folded, but not stored.
+//  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of the
+//     kernel before. They have code of their own, which loads before that has ended what steps before have left:
+//     read_early.cuh.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
-// read_cta.cuh.
+// read_cta.cuh, early steps in read_early.cuh.
 #include "read_early.cuh"
 
 namespace replayssm {
