@@ -63,7 +63,7 @@ struct ReadShared {
   int state_bytes, bytes;
 
   ReadShared() = default;
-  // Terms and scaled where they are in nothing's place.
+  // Puts terms and scaled of so many heads where they are in nothing's place.
   void part(int heads) {
     terms = bytes, scaled = terms + heads * terms_stride * 4;
     bytes = round_up(scaled + warps * kQueryStride * 4, 128);
@@ -181,11 +181,6 @@ __device__ inline uint4 load_early(const uint4* source) {
 __device__ inline uint2 load_early(const uint2* source) {
   uint2 value;
   asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(source) : "memory");
-  return value;
-}
-__device__ inline uint16_t load_early(const uint16_t* source) {
-  uint16_t value;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(source) : "memory");
   return value;
 }
 __device__ inline float load_early(const float* source) {
@@ -876,7 +871,6 @@ struct ReadCta {
   __device__ TokenInputs load_tokens() const {
     TokenInputs inputs;
     const int head = head_of(thread_head());
-    if (kKeeps) inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head_of(0));  // for all threads
     if (thread_head() >= heads || thread_token() >= T) return inputs;
 #pragma unroll
     for (int i = 0; i < kThreadTokens; ++i) {
@@ -887,7 +881,7 @@ struct ReadCta {
     }
     if (args.dt_bias.data) inputs.bias = load_bits(args.dt_bias.data, args.dt_bias.dtype, head);
     if (args.D.data) inputs.skip = load_bits(args.D.data, args.D.dtype, head);
-    if (!kKeeps) inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head);
+    inputs.rate = load_bits(args.A_log.data, args.A_log.dtype, head);
     return inputs;
   }
 

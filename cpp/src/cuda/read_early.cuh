@@ -19,7 +19,7 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-// The longest window: two warps have 16 records of B each, in registers, and a lane of a third has a record's delta.
+// The longest window: two warps multiply 16 records of B each, and a lane of a third has a record's delta.
 constexpr int kEarlyWindow = 32;
 
 // A row of a plan that may not be there yet, of what steps need: past the L1, and the same for all lanes of a warp.
@@ -480,7 +480,7 @@ struct EarlyStep {
     const ReadShared& layout = cta.layout;
     const typename Cta::QueryPlaces places(cta);
     cta.template scale_columns<true>(places);
-    if (cta.has_state()) await(cta.barrier(), 0);
+    cta.await_head(0);
     const float4 terms = this->terms();
     const float factor = State::head_scale(cta.shared + places.head_scale) * terms.w * *cta.floats(layout.query_scale);
     uint4 query[kProducts / 2];

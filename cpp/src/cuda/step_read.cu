@@ -47,7 +47,8 @@
 //     columns, and what is to be stored and read again stays in shared memory. One that steps is two as above, side by
 //     side. What can be done before the kernel before has ended is: by the plan as it reads then the first head is
 //     fetched and folded, but not stored.
-//  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of the
+//  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of
+//  the
 //     kernel before. They have code of their own, which loads before that has ended what steps before have left:
 //     read_early.cuh.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
@@ -244,11 +245,9 @@ int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
   return each * multiprocessors();
 }
-// Steps that load early stand on the multiprocessors, two in a CTA and two CTAs in each.
-int most_early_heads() {
-  static const char* const given = getenv("REPLAYSSM_EARLY");
-  return given ? atoi(given) : 8 * multiprocessors();
-}
+// Steps load early where a multiprocessor needs no more than a CTA of them, beside one of the kernel before: two halves
+// with a head for each warp at most.
+int most_early_heads() { return 2 * kWarps * multiprocessors(); }
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
@@ -347,7 +346,6 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
                row_heads <= most_early_heads();
   if (early) {
-    // A CTA for each multiprocessor, beside one of the kernel before.
     const ReadParams others = params;
     const int64_t others_ctas = ctas;
     int bits = kWarpBits;
