@@ -1793,7 +1793,6 @@ struct ReadCta {
       fold_heads(keys, ask);
     }
     if (kPlain && elect_lane()) await_blocks_stored();
-    __threadfence();  // the blocks that are read next come from the L2, where what was stored has to be
     finish_writes_before_blocks();
     synchronise();
   }

@@ -139,15 +139,18 @@ struct EarlyStep {
   __device__ char* slot(int index) const {
     return cta.shared + cta.layout.state + (cta.warp * kSlots + index) * Cta::kSliceBytes;
   }
-  __device__ void request_slice(int index) {
+  // loaded: of each load from the slot before, so that the block is not there before these have come back, for nothing
+  // else orders the two; steps that load early are not behind a flush op, so the bytes are as many.
+  __device__ void request_slice(int index, uint32_t loaded = 0) {
+    const int bytes = Cta::kSliceBytes + (loaded & static_cast<uint32_t>(cta.params.scan.flushed));
 #if __CUDA_ARCH__ >= 900
     if (elect_lane()) {
-      arrive_expecting(cta.slot_barrier(index), Cta::kSliceBytes);
-      request_block(slot(index), next, Cta::kSliceBytes, cta.slot_barrier(index));
+      arrive_expecting(cta.slot_barrier(index), bytes);
+      request_block(slot(index), next, bytes, cta.slot_barrier(index));
     }
 #else
 #pragma unroll
-    for (int i = 16 * cta.lane; i < Cta::kSliceBytes; i += 512) request_16_bytes(slot(index) + i, next + i);
+    for (int i = 16 * cta.lane; i < bytes; i += 512) request_16_bytes(slot(index) + i, next + i);
     arrive_with_requests(cta.slot_barrier(index));
 #endif
     next += Cta::kSliceBytes;
@@ -435,8 +438,11 @@ struct EarlyStep {
       if (cta.has_state()) await(cta.slot_barrier(slice % kSlots), slice / kSlots % 2);
       const State state(slot(slice % kSlots), of_state);
       if (slice + kSlots < own_slices && cta.has_state()) {
+        uint32_t loaded = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) loaded |= state.run[i / 4][i % 4].x;
         __syncwarp();
-        request_slice(slice % kSlots);
+        request_slice(slice % kSlots, loaded);
       }
       typename State::Sums sum = {};
 #pragma unroll
