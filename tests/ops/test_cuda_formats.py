@@ -151,21 +151,55 @@ def test_every_e4m3_code(checkpoint, read_copy):
         assert_steps_read(pool, name)
 
 
-@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("nvfp4", "none")])
-def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
-    """Blocks of every E4M3 scale, each with codes, ties and numbers beside them; written and read."""
-    scales = np.resize(E4M3[1:0x7F], 8 * 64 * 2)
+def blocks_of_every_scale(heads: int) -> tuple[torch.Tensor, np.ndarray]:
+    """[heads, 64, 128]: blocks of every E4M3 scale, each with E2M1 codes, ties and numbers beside them; the scales."""
+    scales = np.resize(E4M3[1:0x7F], heads * 64 * 8)
     values = around(E2M1[:8])
     values = np.resize(values[np.abs(values) <= 6], (len(scales), 15))
     blocks = np.concatenate([np.full((len(scales), 1), 6.0, np.float32), values], 1) * scales[:, None]
-    states = torch.from_numpy(blocks.astype(np.float32).reshape(1, 2, 64, 128))
+    return torch.from_numpy(blocks.astype(np.float32).reshape(heads, 64, 128)), scales
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("nvfp4", "none")])
+def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
+    """Written and read."""
+    states, scales = blocks_of_every_scale(2)
     assert states.abs().amax((-2, -1)).eq(2688).all()  # head scales of 1
-    pool = stored_alike(states, checkpoint, read_copy)
+    pool = stored_alike(states[None], checkpoint, read_copy)
     name = "checkpoint" if read_copy == "none" else "read_copy"
     arrays = pool.layout.unpack(pool.data[0, 0].cpu().numpy())
     np.testing.assert_array_equal(E4M3[arrays[f"{name}.block_scales"].ravel()], scales)
     assert len(np.unique(np.stack([arrays[f"{name}.codes"] & 15, arrays[f"{name}.codes"] >> 4]))) == 16
     assert_steps_read(pool, name)
+
+
+@pytest.mark.parametrize("read_copy", COPIES)
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_flush_that_changes_nothing_casts_as_restore_does(read_copy, rows):
+    """Steps that let states of all kinds decay by nothing and add nothing, in small batches and large ones: flushes
+    leave the copy that the host makes of the states."""
+    states = torch.cat([wild_states(8, 64, 128), blocks_of_every_scale(8)[0][None]])
+    states[2, 4:] *= torch.linspace(0.5, 2.0, 4)[:, None, None]  # so that divisors have many digits
+    states += 0.0  # no -0
+    geometry, slots = MambaGeometry(8, 64, 1, 128), list(range(rows))
+    pool = StatePool(geometry, config_of("fp32", read_copy, 2, 1, "bf16"), rows, 1, CUDA)
+    host = StatePool(geometry, pool.config, 3, 1, "cpu")
+    tail = torch.zeros((rows, 3, geometry.conv_channels))
+    for each in (pool, host):
+        picked = slots[: each.num_slots]
+        each.reset(picked)
+        each.restore(0, picked, states[[slot % 3 for slot in picked]].to(each.device), tail[picked].to(each.device))
+    section = pool.layout.sections["read_copy"]
+    part = slice(section.offset, section.offset + section.bytes)
+    pool.data[:, :, part] = 0xFF
+    weights = Weights.random(geometry, CUDA)._replace(A_log=torch.full((8,), -200.0, device=CUDA))
+    for cycle in range(3):
+        tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA, seed=cycle)
+        plan = pool.plan(slots)
+        ops.step(pool, 0, plan, *tokens._replace(x=torch.zeros_like(tokens.x)), *weights)
+        pool.commit(plan)
+    assert pool.stats()["flushes"] == rows
+    assert same_bits(pool.data[0, :, part].cpu(), host.data[0, [slot % 3 for slot in slots], part])
 
 
 @pytest.mark.parametrize("read_copy", ["nvfp4", "e2m2"])

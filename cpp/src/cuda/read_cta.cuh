@@ -60,15 +60,16 @@ struct ReadShared {
   // checkpoint, if that is read.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
+  bool keeps;  // folded heads' copies, which are read then, in `folded`
 
   ReadShared() = default;
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
-  static ReadShared of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size);
+  static ReadShared of(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int folded_size);
 
  private:
-  ReadShared(bool wide, int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
-             bool plain, int query_parts, int folded_size, int operands_bytes)
+  ReadShared(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int chunk_bytes,
+             bool column_scales, bool plain, int query_parts, int folded_size, int operands_bytes)
       : warps(1 << (wide ? kWideWarpBits : kWarpBits)),
         tokens(tokens),
         rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
@@ -108,10 +109,11 @@ struct ReadShared {
         bytes(round_up(std::max(folded_size == 0 ? 0
                                 : plain && wide  ? folded_x + (kZeroRows + window) * P * 2
                                 : plain          ? folded + P * kMaxStateDim * folded_size
-                                : wide           ? folded + state_bytes
+                                : keeps          ? folded + heads * state_bytes
                                                  : warp_max + warps * 4,
                                 state + (plain ? warps * kSlots * !wide : teams) * chunk_bytes),
-                       128)) {}
+                       128)),
+        keeps(keeps) {}
 
   int size_of_terms(int heads, bool column_scales) const {
     return heads * terms_stride * 4 + (column_scales ? warps * kQueryStride * 4 : 0);
@@ -119,13 +121,13 @@ struct ReadShared {
 };
 
 template <typename Format, typename Staged>
-ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size) {
+ReadShared ReadShared::of(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int folded_size) {
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
-    return ReadShared(wide, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
+    return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
                       State::template kQueryParts<Staged>, folded_size, operands_size<Staged>(window) * 4);
   } else {
-    return ReadShared(wide, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
+    return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
                       folded_size, operands_size<Staged>(window) * 4);
   }
 }
@@ -133,20 +135,23 @@ ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, i
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
-  int flush_spacing;            // of so many CTAs one folds, as a power of two
-  int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
-  int fold_team_bits;           // the least of CTAs that fold
-  int heads_per_group, slices;  // slices a head
-  int x_ring_stride;            // bytes from record to record of a head
-  int x_ring_bytes;             // from row to the same row
-  int team_bits;                // 1 << team_bits warps work on a head,
-  int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
-  Quotient heads, group_heads;  // of a row, of a group
-  Quotient ctas, chunks;        // of a row, of a group, but for those that fold
-  Quotient x_parts;             // 16 bytes of a row of x
-  Quotient delta_parts;         // of a record's delta of a CTA that steps,
-  int delta_part;               // each of so many heads
-  int state_bytes;              // of a head, as steps read it
+  int flush_spacing;                    // of so many CTAs one folds, as a power of two
+  int step_ctas, step_tasks;            // CTAs that step; a task for each, or for either half
+  int fold_team_bits;                   // the least of CTAs that fold
+  int heads_per_group, slices;          // slices a head
+  int x_ring_stride;                    // bytes from record to record of a head
+  int x_ring_bytes;                     // from row to the same row
+  int team_bits;                        // 1 << team_bits warps work on a head,
+  int cta_heads;                        // a CTA on so many, one after the other if the warps are not enough
+  Quotient heads, group_heads;          // of a row, of a group
+  Quotient ctas, chunks;                // of a row, of a group, but for those that fold
+  Quotient groups;                      // of a row
+  Quotient fold_chunks[kWarpBits + 1];  // of a group, that CTAs fold: a head for each team; by team_bits
+  Quotient x_parts;                     // 16 bytes of a row of x
+  int fold_rows;                        // of these rows, that the threads of a CTA that folds request at once
+  Quotient delta_parts;                 // of a record's delta of a CTA that steps,
+  int delta_part;                       // each of so many heads
+  int state_bytes;                      // of a head, as steps read it
   struct {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
@@ -209,11 +214,6 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int i = 0; i < kWords; i += kLine) first[i / kLine] = words[i];
 #pragma unroll
   for (int value : first) asm volatile("" ::"r"(value));
-}
-
-// Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
-__device__ inline uint32_t fold_chunks(const ReadParams& params, int bits) {
-  return static_cast<uint32_t>(params.heads_per_group + (1 << bits) - 1) >> bits;
 }
 
 // A CTA and its work: some heads of a group of one row, which it folds first or not.
@@ -297,7 +297,11 @@ struct ReadCta {
   __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
   __device__ Staged* new_b() const { return staged(layout.b) + history * N; }
   // What steps read of the team's head, if it is quantised.
-  __device__ int state_at() const { return kKeeps ? layout.folded : layout.state + team * layout.state_bytes; }
+  __device__ int state_at() const {
+    return (keeps_copies() ? layout.folded : layout.state) + team * layout.state_bytes;
+  }
+  // Whether the copies of heads that were folded are in `folded`.
+  __device__ bool keeps_copies() const { return kKeeps || (kFolds && !kPlain && layout.keeps); }
   __device__ char* state() const { return shared + state_at(); }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
   __device__ Barrier* slot_barrier(int slot) const {
@@ -346,11 +350,11 @@ struct ReadCta {
     if (kKeeps) {
       row_index = (*flushing)[task];  // as place() has said
     } else if (kFolds) {
-      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, kWarpBits - team_bits);
-      const uint32_t of_group = task / chunks, index = of_group / groups;
+      const Quotient& chunks = params.fold_chunks[team_bits];
+      const uint32_t of_group = chunks(task), index = params.groups(of_group);
       row_index = (*flushing)[index];
-      group = of_group - index * groups;
-      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
+      group = of_group - index * params.groups.divisor;
+      group_head = (task - of_group * chunks.divisor) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
       row_index = params.ctas(task);
@@ -565,7 +569,7 @@ struct ReadCta {
   // What the team's head takes: its state and x.
   __device__ void request_head(const Head& head, const Places& places) const {
     // Else it is zero, there, or comes slice by slice.
-    if (!kPlain && has_state() && !kKeeps) request_state(head.state);
+    if (!kPlain && has_state() && !keeps_copies()) request_state(head.state);
     if (!kKeeps) request_x(head, places);  // else x is there
   }
   // x of all records.
@@ -609,7 +613,7 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kPlain && has_state() && !kKeeps) await(barrier(), parity);
+    if (!kPlain && has_state() && !keeps_copies()) await(barrier(), parity);
 #endif
   }
 
@@ -928,12 +932,17 @@ struct ReadCta {
 #pragma unroll 4
     for (int i = tid * 16; i < bytes; i += kThreads * 16) request_16_bytes(shared + layout.checkpoint + i, source + i);
 #endif
-    const int parts = params.x_parts.divisor;
+    int record = params.x_parts(tid);
+    const int column = (tid - record * params.x_parts.divisor) * 8;
+    if (record >= params.fold_rows) record = h;
+    int position = ring_before(record);
+    Staged* target = folded_x() + (h - 1 - record) * P + column;
 #pragma unroll 1
-    for (int i = tid; i < h * parts; i += kThreads) {
-      const int record = params.x_parts(i), column = (i - record * parts) * 8;
-      request_16_bytes(folded_x() + (h - 1 - record) * P + column,
-                       beyond(ring, ring_before(record) * params.x_ring_stride) + column);
+    for (; record < h; record += params.fold_rows) {
+      request_16_bytes(target, beyond(ring + column, position * params.x_ring_stride));
+      target -= params.fold_rows * P;
+      position -= params.fold_rows;
+      if (position < 0) position += problem.ring_rows;
     }
 #if __CUDA_ARCH__ >= 900
     arrive_with_requests(fold_barrier());
@@ -1099,6 +1108,21 @@ struct ReadCta {
     }
   }
 
+  // A lane's part of a slice into a plain checkpoint, to nearest. stored: its first column.
+  __device__ __forceinline__ static void store_nearest_slice(int format, const SlicePart<kHalves>& state,
+                                                             char* stored) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (format == REPLAYSSM_CHECKPOINT_FP32) {
+        store_nearest<float, kHalves>(state[i], reinterpret_cast<float*>(stored) + i * N);
+      } else if (format == REPLAYSSM_CHECKPOINT_BF16) {
+        store_nearest<__nv_bfloat16, kHalves>(state[i], reinterpret_cast<__nv_bfloat16*>(stored) + i * N);
+      } else {
+        store_nearest<__half, kHalves>(state[i], reinterpret_cast<__half*>(stored) + i * N);
+      }
+    }
+  }
+
   // The lane's second row of a slice in the place of its first.
   __device__ static void take_second_row(SlicePart<kHalves>& state) {
 #pragma unroll
@@ -1138,6 +1162,7 @@ struct ReadCta {
       SlicePart<kHalves> state;
       float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
       float of_lane_amax = 0.0f;
+      BlockMaxima<kHalves> block_amax;
       int slice = last_slice;
       do {
         form_slice(k, slice, state);  // the warp's first slice stays
@@ -1147,7 +1172,8 @@ struct ReadCta {
           columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
-          of_lane_amax = larger_magnitude(of_lane_amax, slice_amax<kHalves>(state));
+          find_block_maxima<kHalves>(state, block_amax);
+          of_lane_amax = larger_magnitude(of_lane_amax, largest<kHalves>(block_amax));
         }
         slice -= kSlicesAtOnce;
       } while (slice >= first_slice);
@@ -1162,18 +1188,19 @@ struct ReadCta {
       uint32_t head_amax = 0;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
-      char* const copy = kKeeps ? shared + layout.folded : read_copy(head);
+      char* const copy = keeps_copies() ? shared + layout.folded + k * layout.state_bytes : read_copy(head);
       const float head_scale = store_scales(copy, head_amax);
       if (kKeeps) {
         weigh_tokens(inputs);  // by warps that have no scales of columns
       } else {
         finish_stores_before_blocks();
-        synchronise();
+        if constexpr (State::kColumnScales) synchronise();
         if (together && k + 1 < heads) request_fold(head + 1);
       }
       const RoundingKey key = kKeeps ? keys : RoundingKey{{words(layout.rate)[k], words(layout.decay)[k]}};
       bool finite = head_amax < infinite_from(checkpoint_format);
       const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse) + fold_half() * (N / 2)};
+      const AmaxHead amax_head(head_scale);  // of Nvfp4Amax
       slice = first_slice;
       while (true) {
         const int p = slice * kSliceWidth + 2 * g;
@@ -1186,26 +1213,32 @@ struct ReadCta {
           store_stochastic<kHalves>(state, key, row.writes, p, column, target, moderate);
           if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
         }
-        if (kKeeps && slice == first_slice) synchronise();  // only now: scales of columns are needed
+        if (kKeeps && State::kColumnScales && slice == first_slice) synchronise();  // only now are these needed
+        if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
+          if (!stochastic) store_nearest_slice(checkpoint_format, state, stored);
+          cast_slice<kHalves>(state, block_amax, p, fold_half(), lane, cast, amax_head);
+        } else {
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
-          if (stochastic) {
-            // stored above
-          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
-            store_nearest<float, kHalves>(state[0], reinterpret_cast<float*>(stored));
-          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
-            store_nearest<__nv_bfloat16, kHalves>(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
-          } else {
-            store_nearest<__half, kHalves>(state[0], reinterpret_cast<__half*>(stored));
+          for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+            if (stochastic) {
+              // stored above
+            } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
+              store_nearest<float, kHalves>(state[0], reinterpret_cast<float*>(stored));
+            } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
+              store_nearest<__nv_bfloat16, kHalves>(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
+            } else {
+              store_nearest<__half, kHalves>(state[0], reinterpret_cast<__half*>(stored));
+            }
+            cast_row<Format>(state[0], p + i, fold_half(), lane, cast);
+            if (i > 0) break;
+            stored += N * stored_size;
+            take_second_row(state);
           }
-          cast_row<Format>(state[0], p + i, fold_half(), lane, cast);
-          if (i > 0) break;
-          stored += N * stored_size;
-          take_second_row(state);
         }
         slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
         form_slice(k, slice, state);
+        if constexpr (std::is_same_v<Format, Nvfp4Amax>) find_block_maxima<kHalves>(state, block_amax);
       }
       finish_fold(head, finite, !together && k + 1 < heads);
     }
@@ -1232,9 +1265,8 @@ struct ReadCta {
             const int index = kHalves == 1 ? tid % 64 + i / kSlicesAtOnce * 64 : tid;
             amax = larger_magnitude(amax, floats(layout.scratch + of_half * layout.scratch_stride)[index]);
           }
-          const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
-          copy[chunk.column_scales() + tid] = static_cast<char>(scale);
-          floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+          copy[chunk.column_scales() + tid] =
+              static_cast<char>(scale_column(amax, head_amax, head_scale, floats(layout.inverse)[tid]));
         }
       }
       return head_scale;
@@ -1670,19 +1702,18 @@ struct ReadCta {
     } else {
       fold_heads(inputs, keys);
     }
-    if (kKeeps) {
+    if (keeps_copies()) {
       finish_stores_before_blocks();
     } else {
       if (kPlain && elect_lane()) await_blocks_stored();
       finish_writes_before_blocks();
     }
     synchronise();
-    if (kKeeps && warp == kWarps - 1) {
-      if (kPlain) {
-        send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
-      } else {
-        send_folded(read_copy(head_of(0)), 0, params.state_bytes);
-      }
+    if (kKeeps && kPlain) {
+      if (warp == kWarps - 1) send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
+    } else if (keeps_copies()) {
+      const int k = kWarps - 1 - warp, offset = k * params.state_bytes;
+      if (k < heads) send_folded(read_copy(head_of(k)) - offset, offset, params.state_bytes);
     }
   }
 
@@ -1728,7 +1759,7 @@ struct ReadCta {
       terms += kWarps * 4 * layout.terms_stride;
       parity ^= 1;
     }
-    if (kKeeps && elect_lane()) await_blocks_read();
+    if (keeps_copies() && elect_lane()) await_blocks_read();
   }
 };
 
