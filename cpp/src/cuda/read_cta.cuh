@@ -99,7 +99,7 @@ struct ReadShared {
         scratch_stride(wide                               ? 4 * kMaxStateDim * 4
                        : P != kSlicesAtOnce * kSliceWidth ? 8 * kMaxStateDim * 4
                                                           : kSliceWidth * kMaxStateDim * folded_size),
-        inverse(wide || P != kSlicesAtOnce * kSliceWidth ? scratch + warps * scratch_stride
+        inverse(wide || P != kSlicesAtOnce * kSliceWidth ? scratch + (column_scales ? warps * scratch_stride : 0)
                                                          : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         folded(plain && wide ? checkpoint
@@ -159,6 +159,7 @@ struct ReadParams {
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
+  uint32_t nothing;    // 0, hidden from the compiler: see after()
 };
 
 // The CTA's shared memory. The address is hidden from the compiler, which would compute it anew for every access.
@@ -566,10 +567,14 @@ struct ReadCta {
   // Whether what steps read has been stored.
   __device__ bool has_state() const { return kFolds || stored_before; }
 
+  // `bytes`, but not before what was loaded last from where a block is to go has come: of each load a part of `loaded`.
+  // Nothing else orders them. Loads stand in line behind other warps' stores, and blocks don't.
+  __device__ int after(uint32_t loaded, int bytes) const { return bytes + (loaded & params.nothing); }
+
   // What the team's head takes: its state and x.
-  __device__ void request_head(const Head& head, const Places& places) const {
+  __device__ void request_head(const Head& head, const Places& places, uint32_t loaded = 0) const {
     // Else it is zero, there, or comes slice by slice.
-    if (!kPlain && has_state() && !keeps_copies()) request_state(head.state);
+    if (!kPlain && has_state() && !keeps_copies()) request_state(head.state, loaded);
     if (!kKeeps) request_x(head, places);  // else x is there
   }
   // x of all records.
@@ -595,8 +600,8 @@ struct ReadCta {
   // A place in the ring of x that may be one round too far.
   __device__ uint32_t wrapped(uint32_t bytes) const { return min(bytes, bytes - params.x_ring_bytes); }
 
-  __device__ void request_state(const char* source) const {
-    const int bytes = params.state_bytes;
+  __device__ void request_state(const char* source, uint32_t loaded) const {
+    const int bytes = after(loaded, params.state_bytes);
 #if __CUDA_ARCH__ >= 900
     if (member == 0 && elect_lane()) {
       arrive_expecting(barrier(), bytes);
@@ -648,14 +653,15 @@ struct ReadCta {
   __device__ Barrier* barrier_of(const Slices& slices, int index) const {
     return reinterpret_cast<Barrier*>(shared + slices.barriers) + index;
   }
-  __device__ void request_slice(Slices& slices, int index) const {
+  __device__ void request_slice(Slices& slices, int index, uint32_t loaded = 0) const {
     if (slices.left == 0) return;
     char* const target = slot_of(slices, index);
     Barrier* const barrier = barrier_of(slices, index);
 #if __CUDA_ARCH__ >= 900
     if (elect_lane()) {
-      arrive_expecting(barrier, kSliceBytes);
-      request_block(target, slices.next, kSliceBytes, barrier);
+      const int bytes = after(loaded, kSliceBytes);
+      arrive_expecting(barrier, bytes);
+      request_block(target, slices.next, bytes, barrier);
     }
 #else
 #pragma unroll
@@ -681,7 +687,7 @@ struct ReadCta {
     if (has_state() && !kKeeps) await(barrier_of(slices, slices.slot), slices.parity);
     const State state(slot_of(slices, slices.slot), places);
     __syncwarp();
-    request_slice(slices, slices.slot);
+    request_slice(slices, slices.slot, state.loaded());
     if (++slices.slot == kSlots && !kKeeps) slices.slot = 0, slices.parity ^= 1;
     return state;
   }
@@ -1369,11 +1375,11 @@ struct ReadCta {
   }
 
   // Once the last that is needed of a head is in registers: the warp's next takes its place.
-  __device__ __forceinline__ void take_next(Head& head, const Places& places, bool last) const {
+  __device__ __forceinline__ void take_next(Head& head, const Places& places, bool last, uint32_t loaded = 0) const {
     if (last) return;
     head.advance(params);
     __syncwarp();
-    request_head(head, places);
+    request_head(head, places, loaded);
     close_group();
   }
 
@@ -1411,6 +1417,7 @@ struct ReadCta {
     for (int slice = 0; slice < own_slices; slice += kAtOnce) {
       const bool stores = kAtOnce == 1 ? t % 2 == 0 : slice + t % 2 < own_slices;
       State state[kAtOnce];
+      uint32_t loaded = 0;
       float y[kAtOnce][4] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -1428,9 +1435,10 @@ struct ReadCta {
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
         state[j] = State(source, j);
+        if constexpr (!kFolds) loaded |= state[j].loaded();
       }
       const float own_x = stores ? static_cast<float>(*new_x) : 0.0f;
-      if (slice + kAtOnce >= own_slices) take_next(head, places, last);
+      if (slice + kAtOnce >= own_slices) take_next(head, places, last, loaded);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if (slice + j >= own_slices) continue;
@@ -1521,7 +1529,7 @@ struct ReadCta {
                        (first_slice + slice) * kSliceWidth + g, value);
         }
         const State codes(source);
-        if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
+        if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last, kFolds ? 0 : codes.loaded());
         multiply_scaled(codes, typename State::Factors(codes), query, sum);
         uint32_t stored[2];
 #pragma unroll
