@@ -12,6 +12,7 @@ import torch
 from mixer import (
     COPIES,
     NANO_TP8,
+    SUPER,
     SUPER_TP8,
     Weights,
     all_pairs,
@@ -323,6 +324,25 @@ def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, rea
         assert same_bits(outputs[0][picked], outputs[1])
     assert pools[1].stats()["flushes"] == 3
     assert same_bits(pools[0].data[0, picked], pools[1].data[0])
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("fp32", "e2m2"), ("fp16", "none")])
+def test_steps_beside_many_flushes_repeat_bit_for_bit(checkpoint, read_copy):
+    """While half of the rows flush, and stores of their checkpoints keep loads waiting, the others step."""
+    rows, weights, runs = 60, Weights.random(SUPER, CUDA), []
+    window = 16 if read_copy == "none" else 8
+    tapes = [random_tokens(SUPER, torch.bfloat16, rows * 4, CUDA, seed=cycle) for cycle in range(window - 1)]
+    for _ in range(2):
+        pool, outputs = StatePool(SUPER, config_of(checkpoint, read_copy, window, 4, "bf16"), rows, 1, CUDA), []
+        pool.reset(list(range(rows)), streams=list(range(rows)))
+        for cycle, tape in enumerate(tapes):
+            counts = [1 + (row + cycle) % 4 for row in range(rows)]
+            plan = pool.plan(list(range(rows)), counts)
+            outputs.append(ops.step(pool, 0, plan, *tape.span(0, sum(counts)), *weights))
+            pool.commit(plan)
+        assert pool.stats()["flushes"] >= rows
+        runs.append(torch.cat(outputs))
+    assert same_bits(*runs)
 
 
 @pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("fp16_sr", "nvfp4"), ("fp8_sr", "none")])
