@@ -56,11 +56,11 @@ struct ReadShared {
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
   // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint that is read. B of the
-  // history is at 0, as operands: see operands_size(). Wide CTAs keep what they then read in `folded`, which is the
-  // checkpoint, if that is read.
+  // history is at 0, as operands: see operands_size(). CTAs that keep what they then read have it in `folded`: wide
+  // ones the checkpoint or the copy, others, if there is room, the copies of all heads.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
-  bool keeps;  // folded heads' copies, which are read then, in `folded`
+  bool keeps;
 
   ReadShared() = default;
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.

@@ -41,7 +41,7 @@
 //     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
 //     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
 //     step_mma.cu does, casts it to its read copy (head_fold.cuh) if there is one, and goes on as above with what it
-//     has stored. Steps and flushes don't wait for each other.
+//     has stored, or with copies that it has kept. Steps and flushes don't wait for each other.
 //  6. In small batches a step takes as long as one row needs to flush, and that is mostly one instruction after the
 //     other. Then CTAs have twice the warps. One that folds has one head: two warps share a slice, each has half of its
 //     columns, what is to be stored and read again stays in shared memory, and what can be done before the kernel
