@@ -12,6 +12,7 @@ import torch
 from mixer import (
     COPIES,
     NANO_TP8,
+    SUPER,
     SUPER_TP8,
     Weights,
     all_pairs,
@@ -151,21 +152,55 @@ def test_every_e4m3_code(checkpoint, read_copy):
         assert_steps_read(pool, name)
 
 
-@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("nvfp4", "none")])
-def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
-    """Blocks of every E4M3 scale, each with codes, ties and numbers beside them; written and read."""
-    scales = np.resize(E4M3[1:0x7F], 8 * 64 * 2)
+def blocks_of_every_scale(heads: int) -> tuple[torch.Tensor, np.ndarray]:
+    """[heads, 64, 128]: blocks of every E4M3 scale, each with E2M1 codes, ties and numbers beside them; the scales."""
+    scales = np.resize(E4M3[1:0x7F], heads * 64 * 8)
     values = around(E2M1[:8])
     values = np.resize(values[np.abs(values) <= 6], (len(scales), 15))
     blocks = np.concatenate([np.full((len(scales), 1), 6.0, np.float32), values], 1) * scales[:, None]
-    states = torch.from_numpy(blocks.astype(np.float32).reshape(1, 2, 64, 128))
+    return torch.from_numpy(blocks.astype(np.float32).reshape(heads, 64, 128)), scales
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "nvfp4_amax"), ("nvfp4", "none")])
+def test_every_e2m1_code_with_every_scale(checkpoint, read_copy):
+    """Written and read."""
+    states, scales = blocks_of_every_scale(2)
     assert states.abs().amax((-2, -1)).eq(2688).all()  # head scales of 1
-    pool = stored_alike(states, checkpoint, read_copy)
+    pool = stored_alike(states[None], checkpoint, read_copy)
     name = "checkpoint" if read_copy == "none" else "read_copy"
     arrays = pool.layout.unpack(pool.data[0, 0].cpu().numpy())
     np.testing.assert_array_equal(E4M3[arrays[f"{name}.block_scales"].ravel()], scales)
     assert len(np.unique(np.stack([arrays[f"{name}.codes"] & 15, arrays[f"{name}.codes"] >> 4]))) == 16
     assert_steps_read(pool, name)
+
+
+@pytest.mark.parametrize("read_copy", COPIES)
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_flush_that_changes_nothing_casts_as_restore_does(read_copy, rows):
+    """Steps that let states of all kinds decay by nothing and add nothing, in small batches and large ones: flushes
+    leave the copy that the host makes of the states."""
+    states = torch.cat([wild_states(8, 64, 128), blocks_of_every_scale(8)[0][None]])
+    states[2, 4:] *= torch.linspace(0.5, 2.0, 4)[:, None, None]  # so that divisors have many digits
+    states += 0.0  # no -0
+    geometry, slots = MambaGeometry(8, 64, 1, 128), list(range(rows))
+    pool = StatePool(geometry, config_of("fp32", read_copy, 2, 1, "bf16"), rows, 1, CUDA)
+    host = StatePool(geometry, pool.config, 3, 1, "cpu")
+    tail = torch.zeros((rows, 3, geometry.conv_channels))
+    for each in (pool, host):
+        picked = slots[: each.num_slots]
+        each.reset(picked)
+        each.restore(0, picked, states[[slot % 3 for slot in picked]].to(each.device), tail[picked].to(each.device))
+    section = pool.layout.sections["read_copy"]
+    part = slice(section.offset, section.offset + section.bytes)
+    pool.data[:, :, part] = 0xFF
+    weights = Weights.random(geometry, CUDA)._replace(A_log=torch.full((8,), -200.0, device=CUDA))
+    for cycle in range(3):
+        tokens = random_tokens(geometry, torch.bfloat16, rows, CUDA, seed=cycle)
+        plan = pool.plan(slots)
+        ops.step(pool, 0, plan, *tokens._replace(x=torch.zeros_like(tokens.x)), *weights)
+        pool.commit(plan)
+    assert pool.stats()["flushes"] == rows
+    assert same_bits(pool.data[0, :, part].cpu(), host.data[0, [slot % 3 for slot in slots], part])
 
 
 @pytest.mark.parametrize("read_copy", ["nvfp4", "e2m2"])
@@ -289,6 +324,30 @@ def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, rea
         assert same_bits(outputs[0][picked], outputs[1])
     assert pools[1].stats()["flushes"] == 3
     assert same_bits(pools[0].data[0, picked], pools[1].data[0])
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [*(("fp32", copy) for copy in COPIES), ("fp16", "none")])
+def test_steps_beside_many_flushes_repeat_bit_for_bit(checkpoint, read_copy):
+    """While half of the rows flush, and the stores of their checkpoints keep loads waiting, the others step: twice, and
+    eight of them without the rest."""
+    rows, weights, window = 60, Weights.random(SUPER, CUDA), 16 if read_copy == "none" else 8
+    tapes = [random_tokens(SUPER, torch.bfloat16, rows * 4, CUDA, seed=cycle) for cycle in range(window - 1)]
+
+    def outputs_of(first_rows: int) -> list[torch.Tensor]:
+        pool, outputs = StatePool(SUPER, config_of(checkpoint, read_copy, window, 4, "bf16"), first_rows, 1, CUDA), []
+        slots = list(range(first_rows))
+        pool.reset(slots, streams=slots)
+        for cycle, tape in enumerate(tapes):
+            counts = [1 + (row + cycle) % 4 for row in slots]
+            plan = pool.plan(slots, counts)
+            outputs.append(ops.step(pool, 0, plan, *tape.span(0, sum(counts)), *weights))
+            pool.commit(plan)
+        assert pool.stats()["flushes"] >= first_rows
+        return outputs
+
+    once, again, alone = outputs_of(rows), outputs_of(rows), outputs_of(8)
+    assert all(map(same_bits, once, again))
+    assert all(same_bits(all_rows[: len(few)], few) for all_rows, few in zip(once, alone, strict=True))
 
 
 @pytest.mark.parametrize("checkpoint, read_copy", [("fp16_sr", "none"), ("fp16_sr", "nvfp4"), ("fp8_sr", "none")])

@@ -125,13 +125,13 @@ __device__ inline uint32_t pack_e2m1(const float (&value)[4]) {
 #endif
 }
 
-// ---- searched scales -----------------------------------------------------------------------------------------------
+// ---- blocks --------------------------------------------------------------------------------------------------------
 
 // A block of 16 columns in FP16: of columns 4k to 4k + 3 the pairs {4k, 4k + 2} and {4k + 1, 4k + 3}. As codes in the
 // upper bytes of the halves they are every other code of a word.
 using PairedBlock = __half2[kBlock / 2];
 
-struct SearchedBlock {
+struct CastBlock {
   uint2 codes;        // upper four bits
   uint32_t low_bits;  // lowest bits, if the format has them
   uint8_t scale;
@@ -169,6 +169,8 @@ __device__ inline uint32_t choose_bits(uint32_t a, uint32_t b) {
   return bits;
 }
 
+// ---- searched scales -----------------------------------------------------------------------------------------------
+
 // Codes of ratios as formats.h rounds them, in place: the bits of the ratios, with what is below a code dropped.
 __device__ inline uint32_t nearest_pair(uint32_t ratio) {
   constexpr uint32_t kStep = 1u << (10 - E2m2::kMantissaBits), kLargest = ((4u << E2m2::kMantissaBits) - 1) * kStep;
@@ -177,7 +179,7 @@ __device__ inline uint32_t nearest_pair(uint32_t ratio) {
 
 // search_block of the host, of |u| and u's signs.
 template <typename Format>
-__device__ inline SearchedBlock search_block(const PairedBlock& u, bool first_only);
+__device__ inline CastBlock search_block(const PairedBlock& u, bool first_only);
 
 // The bytes of a table that the lowest four nibbles of an index name, all below 8. (__byte_perm masks them once more.)
 __device__ inline uint32_t look_up(uint32_t front, uint32_t back, uint32_t index) {
@@ -223,7 +225,7 @@ struct TriedScale {
 };
 
 template <>
-__device__ inline SearchedBlock search_block<Nvfp4>(const PairedBlock& block, bool first_only) {
+__device__ inline CastBlock search_block<Nvfp4>(const PairedBlock& block, bool first_only) {
   PairedBlock u;
   __half2 both = __float2half2_rn(Nvfp4::kLeastAmax);
 #pragma unroll
@@ -265,14 +267,14 @@ __device__ inline SearchedBlock search_block<Nvfp4>(const PairedBlock& block, bo
                    odd = __byte_perm(bits_of(u[4 * word + 1]), bits_of(u[4 * word + 3]), 0x7531);
     codes[word] |= (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
   }
-  SearchedBlock result{};
+  CastBlock result{};
   result.codes = make_uint2(codes[0], codes[1]);
   result.scale = static_cast<uint8_t>(scale_code(scale) - (small ? 7 * 8 : 0));
   return result;
 }
 
 template <>
-__device__ inline SearchedBlock search_block<E2m2>(const PairedBlock& u, bool first_only) {
+__device__ inline CastBlock search_block<E2m2>(const PairedBlock& u, bool first_only) {
   using Format = E2m2;
   constexpr int kCandidates = Format::kCandidates;
   static_assert(kCandidates == 4);
@@ -327,7 +329,7 @@ __device__ inline SearchedBlock search_block<E2m2>(const PairedBlock& u, bool fi
     const __half2 ratio = __hmul2_rn(u[i], of_scale);
     rounded[i] = nearest_pair(bits_of(__habs2(ratio))) | (bits_of(ratio) & 0x80008000u);
   }
-  SearchedBlock result{};
+  CastBlock result{};
   uint32_t words[2];
 #pragma unroll
   for (int word = 0; word < 2; ++word) {

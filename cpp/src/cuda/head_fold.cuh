@@ -148,14 +148,28 @@ __device__ inline float larger_magnitude(const float (&value)[kBlock]) {
   return amax;
 }
 
+// The largest magnitudes of the blocks of a SlicePart, and of all of them.
 template <int kHalves>
-__device__ inline float slice_amax(const SlicePart<kHalves>& state) {
-  float amax = 0.0f;
+using BlockMaxima = float[2][kHalves];
+template <int kHalves>
+__device__ inline void find_block_maxima(const SlicePart<kHalves>& state, BlockMaxima<kHalves>& amax) {
 #pragma unroll
   for (int b = 0; b < 2 * kHalves; ++b) {
-    amax = larger_magnitude(amax, larger_magnitude(state[b / kHalves][b % kHalves]));
+    amax[b / kHalves][b % kHalves] = larger_magnitude(state[b / kHalves][b % kHalves]);
   }
-  return amax;
+}
+template <int kHalves>
+__device__ inline float largest(const BlockMaxima<kHalves>& amax) {
+  float result = 0.0f;
+#pragma unroll
+  for (int b = 0; b < 2 * kHalves; ++b) result = larger_magnitude(result, amax[b / kHalves][b % kHalves]);
+  return result;
+}
+template <int kHalves>
+__device__ inline float slice_amax(const SlicePart<kHalves>& state) {
+  BlockMaxima<kHalves> amax;
+  find_block_maxima<kHalves>(state, amax);
+  return largest<kHalves>(amax);
 }
 
 // The amaxes of four columns over a slice's rows: of columns 4 lane to 4 lane + 3 or, of one half, of 4 (lane % 16) to
@@ -207,20 +221,25 @@ __device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target
     }
 }
 
-// Eight columns in FP16, by a draw, whatever they are, if they are not `moderate`, below 65472. Out of the way of those
-// that are common.
+// Stores eight columns in FP16, by a draw, anew: those of them with a result below 2^-14 or, if they are not
+// `moderate`, below 65472, all of them. Out of the way of those that are common.
 __device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
   const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-  uint32_t pair[4];
+  uint32_t* const pairs = reinterpret_cast<uint32_t*>(target);
   if (moderate) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) pair[k] = pack_moderate_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+    for (int k = 0; k < 4; ++k) {
+      const float first = value[2 * k], second = value[2 * k + 1];
+      if (fminf(fabsf(first), fabsf(second)) < 0x1p-14f) pairs[k] = pack_moderate_fp16_sr(first, second, random[k]);
+    }
   } else {
+    uint32_t pair[4];
     bool finite = true;  // is_stored_finite() looks, too
     pack_any_fp16_sr(value, random, pair, finite);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pairs[k] = pair[k];
   }
-  *reinterpret_cast<uint4*>(target) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // A lane's part of a slice in FP16, stochastically; p: its first row's index in the head; column: of `target`, where
@@ -228,32 +247,32 @@ __device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 dr
 template <int kHalves>
 __device__ __forceinline__ void store_stochastic(const SlicePart<kHalves>& state, RoundingKey key, int64_t writes,
                                                  int p, int column, __half* target, bool moderate) {
+  constexpr int kDraws = kHalves * kBlock / kFp16PerDraw;
+  auto later = [](int d) { return d / 2 * 4 * kBlock + d % 2 * kFp16PerDraw; };  // columns of a draw after the first
+  RandomWords drawn[kDraws];  // side by side, with the same keys of rounds
 #pragma unroll
-  for (int b = 0; b < kHalves; ++b)
+  for (int d = 0; d < kDraws; ++d) drawn[d] = rounding_words(key, p, (column + later(d)) / kFp16PerDraw, writes);
 #pragma unroll
-    for (int first = 0; first < kBlock; first += kFp16PerDraw) {
-      const int later = b * 4 * kBlock + first;
-      RandomWords drawn = rounding_words(key, p, (column + later) / kFp16PerDraw, writes);
+  for (int d = 0; d < kDraws; ++d)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* const value = state[i][b] + first;
-        uint32_t (&random)[4] = drawn.word;
-        uint32_t pair[4];
-        __half2 least = halves_of(0x7c007c00u);
+    for (int i = 0; i < 2; ++i) {
+      const float* const value = state[i][d / 2] + d % 2 * kFp16PerDraw;
+      uint32_t (&random)[4] = drawn[d].word;
+      uint32_t pair[4];
+      __half2 least = halves_of(0x7c007c00u);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (i == 1) random[k] = odd_row_word(random[k]);
-          const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
-          least = __hmin2(least, __habs2(rounded));
-          pair[k] = bits_of(rounded);
-        }
-        __half* const place = target + i * kMaxStateDim + later;
-        *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-        if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
-          store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
-                          make_float4(value[4], value[5], value[6], value[7]),
-                          make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
-        }
+      for (int k = 0; k < 4; ++k) {
+        if (i == 1) random[k] = odd_row_word(random[k]);
+        const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+        least = __hmin2(least, __habs2(rounded));
+        pair[k] = bits_of(rounded);
+      }
+      __half* const place = target + i * kMaxStateDim + later(d);
+      *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
+        store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
+                        make_float4(value[4], value[5], value[6], value[7]),
+                        make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
       }
     }
 }
@@ -314,7 +333,7 @@ struct BlockTarget {
     low_bits = chunk + layout.low_bits() + 2 * index;
     scales = chunk + layout.block_scales() + index;
   }
-  __device__ void store(const SearchedBlock& found) const {
+  __device__ void store(const CastBlock& found) const {
     *reinterpret_cast<uint2*>(codes) = found.codes;
     if constexpr (Format::kLowBits) {
       *reinterpret_cast<uint16_t*>(low_bits) = static_cast<uint16_t>(found.low_bits);
@@ -324,6 +343,111 @@ struct BlockTarget {
   // On to the lane's block in the next half.
   __device__ void take_next() { codes += 4 * (kBlock / 2), low_bits += 4 * 2, scales += 4; }
 };
+
+// What the blocks of a head have in common.
+struct AmaxHead {
+  float scale;
+  float of_amax;  // times a block's largest magnitude: its scale, but for some last bits
+  bool common;    // these are few
+
+  __device__ explicit AmaxHead(float head_scale) : scale(head_scale) {
+    const float sixfold = mul_rn(6.0f, head_scale);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(of_amax) : "f"(sixfold));
+    common = sixfold > 0x1p-40f && sixfold < 0x1p40f;
+  }
+};
+
+// Any block of Nvfp4Amax, by the definition: codes and the scale's code. Out of the way of those that are common.
+__device__ __noinline__ uint4 cast_rare_block(float4 a, float4 b, float4 c, float4 d, float amax, float head_scale) {
+  const float value[kBlock] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w, d.x, d.y, d.z, d.w};
+  const uint8_t scale = Nvfp4Amax::block_scale(float_bits(amax), head_scale);
+  const float step = block_step(scale, head_scale);
+  uint32_t codes[kBlock / 4];
+#pragma unroll
+  for (int j = 0; j < kBlock / 4; ++j) {
+    float quad[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) quad[i] = scaled_down(value[4 * j + i], step);
+    codes[j] = pack_e2m1(quad);
+  }
+  return make_uint4(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16, scale, 0);
+}
+
+// A block of Nvfp4Amax. amax: its largest magnitude.
+//
+// Ratios by the inverse of the step, and a little more, are never below what division gives. Times 2^-14, cut off to
+// FP16, they have their codes in the upper bits, rounded half up. That is the definition's code, unless a ratio lies at
+// the middle between two codes or just above it: then all bits of the float32 but the upper two of its significand are
+// as good as zeros, and the FP16 number is that middle. So are bits of a scale, raised by half of what it is rounded
+// to, that lies near the middle between two.
+__device__ __forceinline__ CastBlock cast_block(const float (&value)[kBlock], float amax, const AmaxHead& head) {
+  constexpr uint32_t kNear = 16u << 12;
+  const uint32_t raised = float_bits(mul_rn(amax, head.of_amax)) + 0x80008u;
+  const float scale = bits_float(raised & 0xfff00000u);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(mul_rn(scale, head.scale)));
+  inverse = mul_rn(inverse, 0x1p-14f * (1.0f + 0x1p-21f));
+  uint32_t least = raised << 12, pair[kBlock / 2], words[2];  // pairs of columns as a PairedBlock has them
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const int column = i / 2 * 4 + i % 2;
+    // Adding 0 turns -0 into 0.
+    const float first = fmaf(value[column], inverse, 0.0f), second = fmaf(value[column + 2], inverse, 0.0f);
+    least = __vimin3_u32(least, float_bits(first) << 11, float_bits(second) << 11);
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(second), "f"(first));
+  }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    const uint32_t even = __byte_perm(pair[4 * word], pair[4 * word + 2], 0x7531),
+                   odd = __byte_perm(pair[4 * word + 1], pair[4 * word + 3], 0x7531);
+    const uint32_t magnitudes = (choose_bits<0x0f0f0f0fu>(even, odd << 4) + 0x11111111u) >> 1,
+                   signs = choose_bits<0x80808080u>(odd, even >> 4);
+    words[word] = choose_bits<0x77777777u>(magnitudes, signs);
+  }
+  uint4 cast = make_uint4(words[0], words[1], scale_code(float_bits(scale)), 0);
+  // By scales that are not normal ratios could be 7 or more.
+  bool rare = !head.common || scale < 0x1p-6f;
+  if (__builtin_expect(rare || least < kNear, false)) {
+    rare = rare || raised << 12 < kNear;
+    uint32_t middle = ~0u;  // 0 in a half where an FP16 number is one
+    float smallest = 1.0f;
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) middle = __vminu2(middle, (pair[i] & 0x01ff01ffu) ^ 0x01000100u);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) smallest = fminf(smallest, fabsf(value[i]));
+    if (rare || middle < 0x10000u || middle << 16 == 0 || smallest < 0x1p-80f) {  // of the last there may be no sign
+      cast = cast_rare_block(make_float4(value[0], value[1], value[2], value[3]),
+                             make_float4(value[4], value[5], value[6], value[7]),
+                             make_float4(value[8], value[9], value[10], value[11]),
+                             make_float4(value[12], value[13], value[14], value[15]), amax, head.scale);
+    }
+  }
+  return {make_uint2(cast.x, cast.y), 0, static_cast<uint8_t>(cast.z)};
+}
+
+__device__ __noinline__ uint32_t rare_column_scale(float amax, uint32_t head_amax, float head_scale) {
+  return column_scale(float_bits(amax), head_amax, head_scale);
+}
+
+// A column's scale, as column_scale has it, and what its values are multiplied by.
+__device__ inline uint8_t scale_column(float amax, uint32_t head_amax, float head_scale, float& of_column) {
+  const HeadUnit unit(head_scale);
+  float inverse, root;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(bits_float(head_amax)));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mul_rn(amax, inverse)));
+  const uint32_t raised = float_bits(fmaxf(root, 0x1p-6f)) + 0x80008u;
+  uint32_t code = scale_code(raised);
+  // Not where the head is very small or large, or where the root lies near the middle between two codes.
+  if (__builtin_expect(!(head_scale > 0x1p-60f && head_scale < 0x1p60f) || raised << 12 < 16u << 12, false)) {
+    code = rare_column_scale(amax, head_amax, head_scale);
+  }
+  // The inverses of all eight significands come out rounded.
+  const float scale = e4m3_to_float(static_cast<uint8_t>(code));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+  inverse = fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse);
+  of_column = code > 0 ? mul_rn(inverse, unit.inverse) : 0.0f;
+  return static_cast<uint8_t>(code);
+}
 
 // What the casts of a head share. inverse: HeadUnit::of_column of all columns from a lane's first half on, in shared
 // memory, of formats that have column scales.
@@ -339,52 +463,48 @@ struct HeadCast {
 template <typename Format, int kHalves>
 __device__ __forceinline__ void cast_row(RowPart<kHalves>& row, int p, int half, int lane, const HeadCast& head) {
   BlockTarget<Format> target(head.chunk, head.head_dim, p * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
-  if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
+  const HeadUnit unit(head.scale);
+  PairedBlock u[kHalves];
 #pragma unroll
-    for (int b = 0; b < kHalves; ++b) {
-      float (&value)[kBlock] = row[b];
-      SearchedBlock found{};
-      found.scale = Format::block_scale(float_bits(larger_magnitude(value)), head.scale);
-      Divisor(block_step(found.scale, head.scale))(value);
-      uint32_t codes[4];
+  for (int b = 0; b < kHalves; ++b) {
+    float (&value)[kBlock] = row[b];
+    float of_column[kBlock];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float quad[4] = {value[4 * j], value[4 * j + 1], value[4 * j + 2], value[4 * j + 3]};
-        codes[j] = pack_e2m1(quad);
-      }
-      found.codes = make_uint2(__byte_perm(codes[0], codes[1], 0x5410), __byte_perm(codes[2], codes[3], 0x5410));
-      target.store(found);
-      target.take_next();
+    for (int j = 0; j < kBlock; ++j) of_column[j] = unit.inverse;
+    if constexpr (Format::kColumnScales) load_shared<kBlock>(head.inverse + column_of(lane, b), of_column);
+    if (unit.lift != 1.0f) {
+#pragma unroll
+      for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
     }
-  } else {
-    const HeadUnit unit(head.scale);
-    PairedBlock u[kHalves];
 #pragma unroll
-    for (int b = 0; b < kHalves; ++b) {
-      float (&value)[kBlock] = row[b];
-      float of_column[kBlock];
-#pragma unroll
-      for (int j = 0; j < kBlock; ++j) of_column[j] = unit.inverse;
-      if constexpr (Format::kColumnScales) load_shared<kBlock>(head.inverse + column_of(lane, b), of_column);
-      if (unit.lift != 1.0f) {
-#pragma unroll
-        for (int j = 0; j < kBlock; ++j) value[j] = mul_rn(value[j], unit.lift);
-      }
-#pragma unroll
-      for (int j = 0; j < kBlock / 2; ++j) {
-        const int column = j / 2 * 4 + j % 2;
-        u[b][j] = __floats2half2_rn(mul_rn(value[column], of_column[column]),
-                                    mul_rn(value[column + 2], of_column[column + 2]));
-      }
+    for (int j = 0; j < kBlock / 2; ++j) {
+      const int column = j / 2 * 4 + j % 2;
+      u[b][j] =
+          __floats2half2_rn(mul_rn(value[column], of_column[column]), mul_rn(value[column + 2], of_column[column + 2]));
     }
+  }
 #pragma unroll 1
-    for (int b = 0; b < kHalves; ++b) {  // a loop, for the instruction cache
-      SearchedBlock found{};
-      if (head.scale > 0.0f) found = search_block<Format>(u[0], tries_first_only(head.amax));
-      target.store(found);
-      target.take_next();
+  for (int b = 0; b < kHalves; ++b) {  // a loop, for the instruction cache
+    CastBlock found{};
+    if (head.scale > 0.0f) found = search_block<Format>(u[0], tries_first_only(head.amax));
+    target.store(found);
+    target.take_next();
 #pragma unroll
-      for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[kHalves - 1][j];
+    for (int j = 0; j < kBlock / 2; ++j) u[0][j] = u[kHalves - 1][j];
+  }
+}
+
+// The lane's part of a slice by the blocks' largest magnitudes; p: its first row.
+template <int kHalves>
+__device__ __forceinline__ void cast_slice(const SlicePart<kHalves>& state, const BlockMaxima<kHalves>& amax, int p,
+                                           int half, int lane, const HeadCast& head, const AmaxHead& shared) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    BlockTarget<Nvfp4Amax> target(head.chunk, head.head_dim, (p + i) * (kMaxStateDim / kBlock) + half * 4 + lane % 4);
+#pragma unroll
+    for (int b = 0; b < kHalves; ++b) {
+      target.store(cast_block(state[i][b], amax[i][b], shared));
+      target.take_next();
     }
   }
 }

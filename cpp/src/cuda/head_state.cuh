@@ -399,7 +399,7 @@ __device__ inline void store_searched(const Problem& problem, char* chunk, int p
 #pragma unroll
       for (int k = 0; k < 4; ++k) u[2 * k + i] = halves_of(choose(received, member ^ k));
     }
-    SearchedBlock found{};
+    CastBlock found{};
     if (head_scale > 0.0f) found = search_block<Format>(u, tries_first_only(head_amax));
     const int block = (p + member / 2) * (kStateDim / kBlock) + (c + member % 2) * (kLanes / kQuad) + lane / kQuad;
     *reinterpret_cast<uint2*>(chunk + block * (kBlock / 2)) = found.codes;

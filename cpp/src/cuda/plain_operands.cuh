@@ -58,6 +58,14 @@ struct PlainOperand {
       }
   }
 
+  // Of every load a word.
+  __device__ uint32_t loaded() const {
+    uint32_t words = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words |= run[i / 4][i % 4].x;
+    return words;
+  }
+
   // Sums over half the runs each, of rows 0 to 7 and 8 to 15; see value(). query(i): the i-th operand of token g.
   using Sums = float[2][2][4];
   template <typename Query>

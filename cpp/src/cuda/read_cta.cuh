@@ -57,10 +57,11 @@ struct ReadShared {
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
   // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint that is read. B of the
-  // history is at 0, as operands: see operands_size(). Wide CTAs keep what they then read in `folded`, which is the
-  // checkpoint, if that is read.
+  // history is at 0, as operands: see operands_size(). CTAs that keep what they then read have it in `folded`: wide
+  // ones the checkpoint or the copy, others, if there is room, the copies of all heads.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
+  bool keeps;
 
   ReadShared() = default;
   // Puts terms and scaled of so many heads where they are in nothing's place.
@@ -70,11 +71,11 @@ struct ReadShared {
   }
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
-  static ReadShared of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size);
+  static ReadShared of(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int folded_size);
 
  private:
-  ReadShared(bool wide, int P, int window, int tokens, int heads, int teams, int chunk_bytes, bool column_scales,
-             bool plain, int query_parts, int folded_size, int operands_bytes)
+  ReadShared(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int chunk_bytes,
+             bool column_scales, bool plain, int query_parts, int folded_size, int operands_bytes)
       : warps(1 << (wide ? kWideWarpBits : kWarpBits)),
         tokens(tokens),
         rows(folded_size > 0 ? tokens : window),  // history and new tokens together are no longer than the window
@@ -104,7 +105,7 @@ struct ReadShared {
         scratch_stride(wide                               ? 4 * kMaxStateDim * 4
                        : P != kSlicesAtOnce * kSliceWidth ? 8 * kMaxStateDim * 4
                                                           : kSliceWidth * kMaxStateDim * folded_size),
-        inverse(wide || P != kSlicesAtOnce * kSliceWidth ? scratch + warps * scratch_stride
+        inverse(wide || P != kSlicesAtOnce * kSliceWidth ? scratch + (column_scales ? warps * scratch_stride : 0)
                                                          : folded_x + (kZeroRows + window) * P * 2),
         warp_max(inverse + (column_scales ? kMaxStateDim * 4 : 0)),
         folded(plain && wide ? checkpoint
@@ -114,10 +115,11 @@ struct ReadShared {
         bytes(round_up(std::max(folded_size == 0 ? 0
                                 : plain && wide  ? folded_x + (kZeroRows + window) * P * 2
                                 : plain          ? folded + P * kMaxStateDim * folded_size
-                                : wide           ? folded + state_bytes
+                                : keeps          ? folded + heads * state_bytes
                                                  : warp_max + warps * 4,
                                 state + (plain ? warps * kSlots * !wide : teams) * chunk_bytes),
-                       128)) {}
+                       128)),
+        keeps(keeps) {}
 
   int size_of_terms(int heads, bool column_scales) const {
     return heads * terms_stride * 4 + (column_scales ? warps * kQueryStride * 4 : 0);
@@ -125,13 +127,13 @@ struct ReadShared {
 };
 
 template <typename Format, typename Staged>
-ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, int teams, int folded_size) {
+ReadShared ReadShared::of(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int folded_size) {
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
-    return ReadShared(wide, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
+    return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
                       State::template kQueryParts<Staged>, folded_size, operands_size<Staged>(window) * 4);
   } else {
-    return ReadShared(wide, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
+    return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
                       folded_size, operands_size<Staged>(window) * 4);
   }
 }
@@ -139,20 +141,23 @@ ReadShared ReadShared::of(bool wide, int P, int window, int tokens, int heads, i
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
-  int flush_spacing;            // of so many CTAs one folds, as a power of two
-  int step_ctas, step_tasks;    // CTAs that step; a task for each, or for either half
-  int fold_team_bits;           // the least of CTAs that fold
-  int heads_per_group, slices;  // slices a head
-  int x_ring_stride;            // bytes from record to record of a head
-  int x_ring_bytes;             // from row to the same row
-  int team_bits;                // 1 << team_bits warps work on a head,
-  int cta_heads;                // a CTA on so many, one after the other if the warps are not enough
-  Quotient heads, group_heads;  // of a row, of a group
-  Quotient ctas, chunks;        // of a row, of a group, but for those that fold
-  Quotient x_parts;             // 16 bytes of a row of x
-  Quotient delta_parts;         // of a record's delta of a CTA that steps,
-  int delta_part;               // each of so many heads
-  int state_bytes;              // of a head, as steps read it
+  int flush_spacing;                    // of so many CTAs one folds, as a power of two
+  int step_ctas, step_tasks;            // CTAs that step; a task for each, or for either half
+  int fold_team_bits;                   // the least of CTAs that fold
+  int heads_per_group, slices;          // slices a head
+  int x_ring_stride;                    // bytes from record to record of a head
+  int x_ring_bytes;                     // from row to the same row
+  int team_bits;                        // 1 << team_bits warps work on a head,
+  int cta_heads;                        // a CTA on so many, one after the other if the warps are not enough
+  Quotient heads, group_heads;          // of a row, of a group
+  Quotient ctas, chunks;                // of a row, of a group, but for those that fold
+  Quotient groups;                      // of a row
+  Quotient fold_chunks[kWarpBits + 1];  // of a group, that CTAs fold: a head for each team; by team_bits
+  Quotient x_parts;                     // 16 bytes of a row of x
+  int fold_rows;                        // of these rows, that the threads of a CTA that folds request at once
+  Quotient delta_parts;                 // of a record's delta of a CTA that steps,
+  int delta_part;                       // each of so many heads
+  int state_bytes;                      // of a head, as steps read it
   struct {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
@@ -160,6 +165,7 @@ struct ReadParams {
   int fetches;         // CTAs that have the L2 fetch states ahead
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
+  uint32_t nothing;    // 0, hidden from the compiler: see after()
 };
 
 // The CTA's shared memory. The address is hidden from the compiler, which would compute it anew for every access.
@@ -263,11 +269,6 @@ __device__ inline void fetch_parameters(const ReadParams& params) {
   for (int value : first) asm volatile("" ::"r"(value));
 }
 
-// Of a group: the parts that CTAs fold, a head for each team, of which there are 1 << bits.
-__device__ inline uint32_t fold_chunks(const ReadParams& params, int bits) {
-  return static_cast<uint32_t>(params.heads_per_group + (1 << bits) - 1) >> bits;
-}
-
 // A CTA and its work: some heads of a group of one row, which it folds first or not.
 template <typename Format, typename Staged, bool kFolds, bool kSingle, bool kWide>
 struct ReadCta {
@@ -349,7 +350,11 @@ struct ReadCta {
   __device__ int new_x_at() const { return x_at() + history * layout.x_stride * 2; }
   __device__ Staged* new_b() const { return staged(layout.b) + history * N; }
   // What steps read of the team's head, if it is quantised.
-  __device__ int state_at() const { return kKeeps ? layout.folded : layout.state + team * layout.state_bytes; }
+  __device__ int state_at() const {
+    return (keeps_copies() ? layout.folded : layout.state) + team * layout.state_bytes;
+  }
+  // Whether the copies of heads that were folded are in `folded`.
+  __device__ bool keeps_copies() const { return kKeeps || (kFolds && !kPlain && layout.keeps); }
   __device__ char* state() const { return shared + state_at(); }
   __device__ Barrier* barrier() const { return reinterpret_cast<Barrier*>(shared + layout.barrier) + team; }
   __device__ Barrier* slot_barrier(int slot) const {
@@ -398,11 +403,11 @@ struct ReadCta {
     if (kKeeps) {
       row_index = (*flushing)[task];  // as place() has said
     } else if (kFolds) {
-      const uint32_t groups = problem.geometry.num_groups, chunks = fold_chunks(params, kWarpBits - team_bits);
-      const uint32_t of_group = task / chunks, index = of_group / groups;
+      const Quotient& chunks = params.fold_chunks[team_bits];
+      const uint32_t of_group = chunks(task), index = params.groups(of_group);
       row_index = (*flushing)[index];
-      group = of_group - index * groups;
-      group_head = (task - of_group * chunks) * (kWarps >> team_bits);
+      group = of_group - index * params.groups.divisor;
+      group_head = (task - of_group * chunks.divisor) * (kWarps >> team_bits);
       heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
     } else {
       find(task);
@@ -650,10 +655,14 @@ struct ReadCta {
   // Whether what steps read has been stored.
   __device__ bool has_state() const { return kFolds || stored_before; }
 
+  // `bytes`, but not before what was loaded last from where a block is to go has come: of each load a part of `loaded`.
+  // Nothing else orders them. Loads stand in line behind other warps' stores, and blocks don't.
+  __device__ int after(uint32_t loaded, int bytes) const { return bytes + (loaded & params.nothing); }
+
   // What the team's head takes: its state and x.
-  __device__ void request_head(const Head& head, const Places& places) const {
+  __device__ void request_head(const Head& head, const Places& places, uint32_t loaded = 0) const {
     // Else it is zero, there, or comes slice by slice.
-    if (!kPlain && has_state() && !kKeeps) request_state(head.state);
+    if (!kPlain && has_state() && !keeps_copies()) request_state(head.state, loaded);
     if (!kKeeps) request_x(head, places);  // else x is there
   }
   // The lane's records of x, of the first `count`.
@@ -683,8 +692,8 @@ struct ReadCta {
   // A place in the ring of x that may be one round too far.
   __device__ uint32_t wrapped(uint32_t bytes) const { return min(bytes, bytes - params.x_ring_bytes); }
 
-  __device__ void request_state(const char* source) const {
-    const int bytes = params.state_bytes;
+  __device__ void request_state(const char* source, uint32_t loaded) const {
+    const int bytes = after(loaded, params.state_bytes);
 #if __CUDA_ARCH__ >= 900
     if (member == 0 && elect_lane()) {
       arrive_expecting(barrier(), bytes);
@@ -701,7 +710,7 @@ struct ReadCta {
   __device__ void await_head(int parity) const {
     await_groups<0>();
 #if __CUDA_ARCH__ >= 900
-    if (!kPlain && has_state() && !kKeeps) await(barrier(), parity);
+    if (!kPlain && has_state() && !keeps_copies()) await(barrier(), parity);
 #endif
   }
 
@@ -736,14 +745,15 @@ struct ReadCta {
   __device__ Barrier* barrier_of(const Slices& slices, int index) const {
     return reinterpret_cast<Barrier*>(shared + slices.barriers) + index;
   }
-  __device__ void request_slice(Slices& slices, int index) const {
+  __device__ void request_slice(Slices& slices, int index, uint32_t loaded = 0) const {
     if (slices.left == 0) return;
     char* const target = slot_of(slices, index);
     Barrier* const barrier = barrier_of(slices, index);
 #if __CUDA_ARCH__ >= 900
     if (elect_lane()) {
-      arrive_expecting(barrier, kSliceBytes);
-      request_block(target, slices.next, kSliceBytes, barrier);
+      const int bytes = after(loaded, kSliceBytes);
+      arrive_expecting(barrier, bytes);
+      request_block(target, slices.next, bytes, barrier);
     }
 #else
 #pragma unroll
@@ -769,7 +779,7 @@ struct ReadCta {
     if (has_state() && !kKeeps) await(barrier_of(slices, slices.slot), slices.parity);
     const State state(slot_of(slices, slices.slot), places);
     __syncwarp();
-    request_slice(slices, slices.slot);
+    request_slice(slices, slices.slot, state.loaded());
     if (++slices.slot == kSlots && !kKeeps) slices.slot = 0, slices.parity ^= 1;
     return state;
   }
@@ -1044,12 +1054,17 @@ struct ReadCta {
 #pragma unroll 4
     for (int i = tid * 16; i < bytes; i += kThreads * 16) request_16_bytes(shared + layout.checkpoint + i, source + i);
 #endif
-    const int parts = params.x_parts.divisor;
+    int record = params.x_parts(tid);
+    const int column = (tid - record * params.x_parts.divisor) * 8;
+    if (record >= params.fold_rows) record = h;
+    int position = ring_before(record);
+    Staged* target = folded_x() + (h - 1 - record) * P + column;
 #pragma unroll 1
-    for (int i = tid; i < h * parts; i += kThreads) {
-      const int record = params.x_parts(i), column = (i - record * parts) * 8;
-      request_16_bytes(folded_x() + (h - 1 - record) * P + column,
-                       beyond(ring, ring_before(record) * params.x_ring_stride) + column);
+    for (; record < h; record += params.fold_rows) {
+      request_16_bytes(target, beyond(ring + column, position * params.x_ring_stride));
+      target -= params.fold_rows * P;
+      position -= params.fold_rows;
+      if (position < 0) position += problem.ring_rows;
     }
 #if __CUDA_ARCH__ >= 900
     arrive_with_requests(fold_barrier());
@@ -1217,6 +1232,21 @@ struct ReadCta {
     return true;
   }
 
+  // A lane's part of a slice into a plain checkpoint, to nearest. stored: its first column.
+  __device__ __forceinline__ static void store_nearest_slice(int format, const SlicePart<kHalves>& state,
+                                                             char* stored) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (format == REPLAYSSM_CHECKPOINT_FP32) {
+        store_nearest<float, kHalves>(state[i], reinterpret_cast<float*>(stored) + i * N);
+      } else if (format == REPLAYSSM_CHECKPOINT_BF16) {
+        store_nearest<__nv_bfloat16, kHalves>(state[i], reinterpret_cast<__nv_bfloat16*>(stored) + i * N);
+      } else {
+        store_nearest<__half, kHalves>(state[i], reinterpret_cast<__half*>(stored) + i * N);
+      }
+    }
+  }
+
   // The lane's second row of a slice in the place of its first.
   __device__ static void take_second_row(SlicePart<kHalves>& state) {
 #pragma unroll
@@ -1257,6 +1287,7 @@ struct ReadCta {
       SlicePart<kHalves> state;
       float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
       float of_lane_amax = 0.0f;
+      BlockMaxima<kHalves> block_amax;
       int slice = last_slice;
       do {
         form_slice(k, slice, state);  // the warp's first slice stays
@@ -1266,7 +1297,8 @@ struct ReadCta {
           columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
           columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
         } else {
-          of_lane_amax = larger_magnitude(of_lane_amax, slice_amax<kHalves>(state));
+          find_block_maxima<kHalves>(state, block_amax);
+          of_lane_amax = larger_magnitude(of_lane_amax, largest<kHalves>(block_amax));
         }
         slice -= kSlicesAtOnce;
       } while (slice >= first_slice);
@@ -1285,16 +1317,17 @@ struct ReadCta {
       uint32_t head_amax = 0;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
-      char* const copy = kKeeps ? shared + layout.folded : read_copy(head);
+      char* const copy = keeps_copies() ? shared + layout.folded + k * layout.state_bytes : read_copy(head);
       const float head_scale = store_scales(copy, head_amax);
       if (!kKeeps) {
         finish_stores_before_blocks();
-        synchronise();
+        if constexpr (State::kColumnScales) synchronise();
         if (together && k + 1 < heads) request_fold(head + 1);
       }
       const RoundingKey key = kKeeps ? keys : RoundingKey{{words(layout.rate)[k], words(layout.decay)[k]}};
       bool finite = head_amax < infinite_from(checkpoint_format);
       const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse) + fold_half() * (N / 2)};
+      const AmaxHead amax_head(head_scale);  // of Nvfp4Amax
       slice = first_slice;
       while (true) {
         const int p = slice * kSliceWidth + 2 * g;
@@ -1307,26 +1340,32 @@ struct ReadCta {
           store_stochastic<kHalves>(state, key, row.writes, p, column, target, moderate);
           if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
         }
-        if (kKeeps && slice == first_slice) synchronise();  // only now: scales of columns are needed
+        if (kKeeps && State::kColumnScales && slice == first_slice) synchronise();  // only now are these needed
+        if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
+          if (!stochastic) store_nearest_slice(checkpoint_format, state, stored);
+          cast_slice<kHalves>(state, block_amax, p, fold_half(), lane, cast, amax_head);
+        } else {
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
-          if (stochastic) {
-            // stored above
-          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
-            store_nearest<float, kHalves>(state[0], reinterpret_cast<float*>(stored));
-          } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
-            store_nearest<__nv_bfloat16, kHalves>(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
-          } else {
-            store_nearest<__half, kHalves>(state[0], reinterpret_cast<__half*>(stored));
+          for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
+            if (stochastic) {
+              // stored above
+            } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_FP32) {
+              store_nearest<float, kHalves>(state[0], reinterpret_cast<float*>(stored));
+            } else if (checkpoint_format == REPLAYSSM_CHECKPOINT_BF16) {
+              store_nearest<__nv_bfloat16, kHalves>(state[0], reinterpret_cast<__nv_bfloat16*>(stored));
+            } else {
+              store_nearest<__half, kHalves>(state[0], reinterpret_cast<__half*>(stored));
+            }
+            cast_row<Format>(state[0], p + i, fold_half(), lane, cast);
+            if (i > 0) break;
+            stored += N * stored_size;
+            take_second_row(state);
           }
-          cast_row<Format>(state[0], p + i, fold_half(), lane, cast);
-          if (i > 0) break;
-          stored += N * stored_size;
-          take_second_row(state);
         }
         slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
         form_slice(k, slice, state);
+        if constexpr (std::is_same_v<Format, Nvfp4Amax>) find_block_maxima<kHalves>(state, block_amax);
       }
       finish_fold(head, finite, !together && k + 1 < heads);
     }
@@ -1354,9 +1393,8 @@ struct ReadCta {
             const int index = kHalves == 1 ? tid % 64 + i / kSlicesAtOnce * 64 : tid;
             amax = larger_magnitude(amax, floats(layout.scratch + of_half * layout.scratch_stride)[index]);
           }
-          const uint8_t scale = column_scale(float_bits(amax), head_amax, head_scale);
-          copy[chunk.column_scales() + tid] = static_cast<char>(scale);
-          floats(layout.inverse)[tid] = HeadUnit(head_scale).of_column(scale);
+          copy[chunk.column_scales() + tid] =
+              static_cast<char>(scale_column(amax, head_amax, head_scale, floats(layout.inverse)[tid]));
         }
       }
       return head_scale;
@@ -1459,11 +1497,11 @@ struct ReadCta {
   }
 
   // Once the last that is needed of a head is in registers: the warp's next takes its place.
-  __device__ __forceinline__ void take_next(Head& head, const Places& places, bool last) const {
+  __device__ __forceinline__ void take_next(Head& head, const Places& places, bool last, uint32_t loaded = 0) const {
     if (last) return;
     head.advance(params);
     __syncwarp();
-    request_head(head, places);
+    request_head(head, places, loaded);
     close_group();
   }
 
@@ -1501,6 +1539,7 @@ struct ReadCta {
     for (int slice = 0; slice < own_slices; slice += kAtOnce) {
       const bool stores = kAtOnce == 1 ? t % 2 == 0 : slice + t % 2 < own_slices;
       State state[kAtOnce];
+      uint32_t loaded = 0;
       float y[kAtOnce][4] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -1518,9 +1557,10 @@ struct ReadCta {
           x.multiply(of_tile.x, of_tile.y, y[j]);
         }
         state[j] = State(source, j);
+        if constexpr (!kFolds) loaded |= state[j].loaded();
       }
       const float own_x = stores ? static_cast<float>(*new_x) : 0.0f;
-      if (slice + kAtOnce >= own_slices) take_next(head, places, last);
+      if (slice + kAtOnce >= own_slices) take_next(head, places, last, loaded);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if (slice + j >= own_slices) continue;
@@ -1611,7 +1651,7 @@ struct ReadCta {
                        (first_slice + slice) * kSliceWidth + g, value);
         }
         const State codes(source);
-        if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last);
+        if (slice + 1 == own_slices && first + kTokens >= T) take_next(head, places, last, kFolds ? 0 : codes.loaded());
         multiply_scaled(codes, typename State::Factors(codes), query, sum);
         uint32_t stored[2];
 #pragma unroll
@@ -1792,9 +1832,19 @@ struct ReadCta {
     } else {
       fold_heads(keys, ask);
     }
-    if (kPlain && elect_lane()) await_blocks_stored();
-    finish_writes_before_blocks();
+    if (keeps_copies()) {
+      finish_stores_before_blocks();
+    } else {
+      if (kPlain && elect_lane()) await_blocks_stored();
+      finish_writes_before_blocks();
+    }
     synchronise();
+    if (keeps_copies()) send_copies();
+  }
+  // Folded heads' copies that are kept, each by a warp.
+  __device__ void send_copies() const {
+    const int k = kWarps - 1 - warp, offset = k * params.state_bytes;
+    if (k < heads) send_folded(read_copy(head_of(k)) - offset, offset, params.state_bytes);
   }
 
   // kKeeps: the same, the state formed before await_previous(), unless the row is sure, by what peek() has found. False
@@ -1842,12 +1892,10 @@ struct ReadCta {
     prepare(inputs);
     finish_stores_before_blocks();
     synchronise();
-    if (warp == kWarps - 1) {
-      if (kPlain) {
-        send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
-      } else {
-        send_folded(read_copy(head_of(0)), 0, params.state_bytes);
-      }
+    if (!kPlain) {
+      send_copies();
+    } else if (warp == kWarps - 1) {
+      send_folded(checkpoint(head_of(0)), 0, problem.checkpoint_head_bytes);
     }
     return true;
   }
@@ -1894,7 +1942,7 @@ struct ReadCta {
       terms += kWarps * 4 * layout.terms_stride;
       parity ^= 1;
     }
-    if (kKeeps && elect_lane()) await_blocks_read();
+    if (keeps_copies() && elect_lane()) await_blocks_read();
   }
 };
 

@@ -139,10 +139,9 @@ struct EarlyStep {
   __device__ char* slot(int index) const {
     return cta.shared + cta.layout.state + (cta.warp * kSlots + index) * Cta::kSliceBytes;
   }
-  // loaded: of each load from the slot before, so that the block is not there before these have come back, for nothing
-  // else orders the two; steps that load early are not behind a flush op, so the bytes are as many.
+  // loaded: see ReadCta::after().
   __device__ void request_slice(int index, uint32_t loaded = 0) {
-    const int bytes = Cta::kSliceBytes + (loaded & static_cast<uint32_t>(cta.params.scan.flushed));
+    const int bytes = cta.after(loaded, Cta::kSliceBytes);
 #if __CUDA_ARCH__ >= 900
     if (elect_lane()) {
       arrive_expecting(cta.slot_barrier(index), bytes);
@@ -185,7 +184,7 @@ struct EarlyStep {
           }
         }
       } else if (cta.has_state()) {
-        cta.request_state(head.state);
+        cta.request_state(head.state, 0);
       } else {
         for (int i = (cta.member * 32 + cta.lane) * 16; i < params.state_bytes; i += 512 << cta.team_bits) {
           *reinterpret_cast<uint4*>(cta.state() + i) = make_uint4(0, 0, 0, 0);
@@ -438,11 +437,8 @@ struct EarlyStep {
       if (cta.has_state()) await(cta.slot_barrier(slice % kSlots), slice / kSlots % 2);
       const State state(slot(slice % kSlots), of_state);
       if (slice + kSlots < own_slices && cta.has_state()) {
-        uint32_t loaded = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) loaded |= state.run[i / 4][i % 4].x;
         __syncwarp();
-        request_slice(slice % kSlots, loaded);
+        request_slice(slice % kSlots, state.loaded());
       }
       typename State::Sums sum = {};
 #pragma unroll

@@ -96,6 +96,9 @@ struct StateOperand {
     }
   }
 
+  // Of every load a word.
+  __device__ uint32_t loaded() const { return codes[0].x | codes[1].x | scales[0] | scales[1] | low[0] | low[1]; }
+
   // Code kCode and kCode + 4 of word kWord.
   template <int kWord, int kCode>
   __device__ uint32_t pair(int i) const {
@@ -183,6 +186,10 @@ struct StateOperand<Fp8> {
     }
   }
 
+  __device__ uint32_t loaded() const {
+    return codes[0][0].x | codes[0][1].x | codes[1][0].x | codes[1][1].x | float_bits(row_scale[0]) |
+           float_bits(row_scale[1]);
+  }
   template <int kProduct>
   __device__ void get(uint32_t (&a)[4]) const {
 #pragma unroll

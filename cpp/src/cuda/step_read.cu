@@ -41,7 +41,7 @@
 //     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
 //     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
 //     step_mma.cu does, casts it to its read copy (head_fold.cuh) if there is one, and goes on as above with what it
-//     has stored. Steps and flushes don't wait for each other.
+//     has stored, or with copies that it has kept. Steps and flushes don't wait for each other.
 //  6. In small batches a step takes as long as one row needs to flush, and that is mostly one instruction after the
 //     other. Then CTAs have twice the warps. One that folds has one head: two warps share a slice, each has half of its
 //     columns, and what is to be stored and read again stays in shared memory. One that steps is two as above, side by
@@ -110,8 +110,7 @@ __device__ __forceinline__ void fold_together(const ReadParams& params, char* sh
   while (team_bits > params.fold_team_bits && flushed_heads >> (kWarpBits - team_bits) > params.flush_ctas) {
     --team_bits;
   }
-  const uint32_t chunks = fold_chunks(params, kWarpBits - team_bits),
-                 tasks = flushing.count * params.scan.problem.geometry.num_groups * chunks;
+  const uint32_t tasks = flushing.count * params.groups.divisor * params.fold_chunks[team_bits].divisor;
 #pragma unroll 1
   for (uint32_t task = number; task < tasks; task += params.flush_ctas) {
     Cta folding(params, shared, team_bits);
@@ -256,14 +255,15 @@ bool can_be_wide(const replayssm_config& config) {
 // read copies for instructions, as folds do.
 int most_flush_spacing(const replayssm_config& config) { return is_plain(config) ? 2 : 0; }
 
-ReadShared lay_out(const Problem& problem, bool wide, int tokens, int heads, int teams, bool folds) {
+ReadShared lay_out(const Problem& problem, bool wide, int tokens, int heads, int teams, bool folds,
+                   bool keeps = false) {
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
     const int size = !folds ? 0 : problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
     const int P = problem.geometry.head_dim, window = problem.config.window;
     return problem.config.activation == REPLAYSSM_BF16
-               ? ReadShared::of<Format, __nv_bfloat16>(wide, P, window, tokens, heads, teams, size)
-               : ReadShared::of<Format, __half>(wide, P, window, tokens, heads, teams, size);
+               ? ReadShared::of<Format, __nv_bfloat16>(wide, wide || keeps, P, window, tokens, heads, teams, size)
+               : ReadShared::of<Format, __half>(wide, wide || keeps, P, window, tokens, heads, teams, size);
   });
 }
 
@@ -294,6 +294,11 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.x_ring_bytes = problem.ring_rows * params.x_ring_stride;
   params.heads = Quotient(g.num_heads);
   params.group_heads = Quotient(params.heads_per_group);
+  params.groups = Quotient(g.num_groups);
+  for (int bits = 0; bits <= kWarpBits; ++bits) {
+    const int heads = kWarps >> bits;
+    params.fold_chunks[bits] = Quotient((params.heads_per_group + heads - 1) / heads);
+  }
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
       kWarps * (problem.read_copy_head_bytes > 0 ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes),
@@ -340,6 +345,11 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     --params.fold_team_bits;
     params.folding = more;
   }
+  if (folds && problem.read_copy_head_bytes > 0) {
+    const int heads = kWarps >> params.fold_team_bits;
+    const ReadShared keeping = lay_out(problem, false, scan.args.max_count, heads, heads, true, true);
+    if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
+  }
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
   const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
@@ -369,7 +379,9 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
          static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
     ++params.flush_spacing;
   }
-  const int halves = wide ? 2 : 1, shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
+  const int halves = wide ? 2 : 1;
+  params.fold_rows = halves * kThreads / params.x_parts.divisor;
+  const int shared = std::max(halves * params.stepping.bytes, params.folding.bytes);
   // In larger batches fetching is worth less than what it delays.
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
