@@ -298,6 +298,27 @@ def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_co
     assert all(map(same_bits, *results))
 
 
+@pytest.mark.parametrize("head_dim, checkpoint", [(64, "fp32"), (64, "fp16"), (80, "fp32")])
+def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint):
+    """Few heads are shared out among more CTAs."""
+    geometry = MambaGeometry(16, head_dim, 2, 128)
+    rows, config = 40, ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint)
+    weights, tokens = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows, CUDA)
+    for verify in (False, True):
+        outputs, states = [], []
+        for first, last in ((0, rows), (17, 18)):
+            pool = StatePool(geometry, config, last - first, 1, CUDA)
+            pool.reset(range(last - first))
+            more = {"snapshots": pool.allocate_snapshots()[0]} if verify else {}
+            op = ops.conventional_verify if verify else ops.conventional_step
+            for _ in range(2):
+                plan = pool.plan(range(last - first))
+                out = op(pool, 0, plan, *tokens.span(first, last), *weights, **more)
+                pool.commit(plan, check=True)
+            outputs.append(out[17 - first]), states.append(pool.data[0, 17 - first])
+        assert same_bits(*outputs) and same_bits(*states)
+
+
 @pytest.mark.parametrize("tokens, flush_first", [(1, False), (2, False), (2, True)])
 def test_batches_whose_jobs_are_claimed(tokens, flush_first):
     """Two batches of one pool at the same time, on two streams, in a graph; so large, on a GPU of up to 148
@@ -357,27 +378,6 @@ def test_batches_whose_jobs_are_claimed(tokens, flush_first):
         assert pool.stats()["flushes"] > rows
         results.append((torch.stack(outputs), pool.data))
     assert all(map(same_bits, *results))
-
-
-@pytest.mark.parametrize("head_dim, checkpoint", [(64, "fp32"), (64, "fp16"), (80, "fp32")])
-def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint):
-    """Few heads are shared out among more CTAs."""
-    geometry = MambaGeometry(16, head_dim, 2, 128)
-    rows, config = 40, ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint)
-    weights, tokens = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows, CUDA)
-    for verify in (False, True):
-        outputs, states = [], []
-        for first, last in ((0, rows), (17, 18)):
-            pool = StatePool(geometry, config, last - first, 1, CUDA)
-            pool.reset(range(last - first))
-            more = {"snapshots": pool.allocate_snapshots()[0]} if verify else {}
-            op = ops.conventional_verify if verify else ops.conventional_step
-            for _ in range(2):
-                plan = pool.plan(range(last - first))
-                out = op(pool, 0, plan, *tokens.span(first, last), *weights, **more)
-                pool.commit(plan, check=True)
-            outputs.append(out[17 - first]), states.append(pool.data[0, 17 - first])
-        assert same_bits(*outputs) and same_bits(*states)
 
 
 def test_cuda_agrees_with_the_cpu():
