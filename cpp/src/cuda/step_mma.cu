@@ -425,6 +425,8 @@ struct Cta {
 
   // Claims the next job that has something to do; false: there is none. `claim`: the CTA's last.
   __device__ bool next_job(int& claim, Job& job) const {
+    // The flush op's jobs are the first.
+    const int claims = params.flush_only ? params.header->num_flush * params.jobs_per_row : params.num_claims;
     while (true) {
       if (claim < 0) {
         claim = blockIdx.x;
@@ -432,12 +434,12 @@ struct Cta {
         int claimed_before = 0;
         if (lane == 0) {
           claimed_before = atomicAdd(params.claims, 1);
-          // Every CTA claims until there is none: this one, the last, leaves the counter as it was.
-          if (claimed_before == params.num_claims - 1) *params.claims = 0;
+          // Every CTA that has a job claims until there is none: this one, the last, leaves the counter as it was.
+          if (claimed_before == claims - 1) *params.claims = 0;
         }
         claim = params.resident + __shfl_sync(~0u, claimed_before, 0);
       }
-      if (claim >= params.num_claims) return false;
+      if (claim >= claims) return false;
       job = job_at(claim);
       if (job.heads > 0 && job.is_live(params, lane == 0)) return true;
     }
@@ -1137,14 +1139,14 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.inverse_chunks = inverse_of(params.chunks), params.inverse_groups = inverse_of(num_groups);
     params.step = {group_step / num_groups, group_step % num_groups, params.resident % params.chunks};
     const bool claims = params.heads > 1;
-    const int halved = claims ? kHalved * params.resident : 0;
+    const int halved = claims && !flush_only ? kHalved * params.resident : 0;
     params.header = reinterpret_cast<const replayssm_plan_header*>(scan.planned) - 1;
     // The plan's claims are its own, zero before and after.
     params.claims = const_cast<int32_t*>(params.header->claims) + scan.layer.layer % REPLAYSSM_PLAN_CLAIMS;
     params.whole_jobs = params.num_jobs - halved;
     params.num_claims = params.num_jobs + halved;
     params.half_heads = (params.heads + 1) / 2;
-    params.spread_jobs = params.num_jobs / 4 * 3;
+    params.spread_jobs = flush_only ? 0 : params.num_jobs / 4 * 3;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     return launch(
         op, true, limit,
