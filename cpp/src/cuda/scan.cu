@@ -281,7 +281,13 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int first = part * kBlockRows + group * kRows;
   int32_t loaded = -1;  // the slot whose state is there
   if constexpr (!kVerify && Shape::kTuned) {
-    if (ahead == Ahead::kLoad) loaded = peek_stored_slot(params.planned[row_index], params.num_slots);
+    if (ahead == Ahead::kLoad) {
+      // One thread looks: past the L1, all warps of a small batch would queue for the same line of the L2.
+      __shared__ int32_t peeked;
+      if (threadIdx.x == 0) peeked = peek_stored_slot(params.planned[row_index], params.num_slots);
+      __syncthreads();
+      loaded = peeked;
+    }
     if (loaded >= 0) {
       const char* chunk = section_of(params.layer.checkpoint, loaded) + head * problem.checkpoint_head_bytes;
       load_state(reinterpret_cast<const Stored*>(chunk) + first * N + lane * kVec, true,
