@@ -42,8 +42,7 @@
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
 
-#include "head_state.cuh"
-#include "pipeline.cuh"
+#include "slice.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -55,11 +54,6 @@ constexpr int kStepThreads = 32 * (3 + kConsumers);
 constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
-#endif
-#if __CUDA_ARCH__ >= 900
-constexpr bool kSendsBlocks = true;  // from shared memory
-#else
-constexpr bool kSendsBlocks = false;
 #endif
 constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = 4;
@@ -133,140 +127,6 @@ struct MmaParams {
   bool flush_only;     // the flush op: no tokens
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
-};
-
-// ---- a slice of the state ------------------------------------------------------------------------------------------
-
-// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes
-// part its halves. Lane (g, t) has a pair of rows of one half or the other, so that the 8 lanes of a load meet no bank
-// twice.
-template <typename Stored>
-struct Slice {
-  static constexpr int kVec = Packed<Stored>::kVec;
-  static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
-  static constexpr int kHalfBytes = kSliceWidth / 2 * kRowBytes, kHalfStride = kHalfBytes + 64;
-  static constexpr int kBytes = kHalfStride + kHalfBytes;
-  static constexpr int kBlocks = kRowBytes / 64;  // of 4 lanes' 16 bytes
-  // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
-  static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
-
-  char* base;
-  int lane;
-
-  // The lane's first row.
-  __device__ static int first_row(int lane) { return lane / 8 * 2 + lane / 4 % 2 * (kSliceWidth / 2); }
-
-  // 16 bytes of block `block`, of the lane's first or second row.
-  __device__ uint4& piece(int block, int row) const {
-    return *reinterpret_cast<uint4*>(base + lane / 8 * 2 * kRowBytes + lane / 4 % 2 * kHalfStride + lane % 4 * 16 +
-                                     row * kRowBytes + block * 64);
-  }
-
-  __device__ void clear() const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) piece(b, 0) = piece(b, 1) = make_uint4(0, 0, 0, 0);
-  }
-
-  // `source` is the slice in the checkpoint. All lanes arrive at the barrier when it has come.
-  __device__ void request(const Stored* source, Barrier* barrier) const {
-    const char* const bytes = reinterpret_cast<const char*>(source);
-#if __CUDA_ARCH__ >= 900
-    if (elect_lane()) {
-      request_block(base, bytes, kHalfBytes, barrier);
-      request_block(base + kHalfStride, bytes + kHalfBytes, kHalfBytes, barrier);
-    }
-#else
-#pragma unroll
-    for (int k = 0; k < 2 * kHalfBytes; k += 512) {
-      request_16_bytes(base + k + (k < kHalfBytes ? 0 : kHalfStride - kHalfBytes) + lane * 16, bytes + k + lane * 16);
-    }
-#endif
-  }
-
-  // sum = S C for the 8 tokens of which `token`, a row of C in float32, is the g-th. Lane (g, t) gets tokens 2t, 2t + 1
-  // of its first row, then of its second.
-  __device__ void multiply(const float* token, uint32_t mask, float (&sum)[4]) const {
-    const int t = lane % 4;
-    float high[2][4] = {}, low[2][4] = {};
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float upper[kVec], lower[kVec], c[kVec];
-      Packed<Stored>::unpack(piece(b, 0), upper);
-      Packed<Stored>::unpack(piece(b, 1), lower);
-      load_shared<kVec>(token + b * 4 * kVec + t * kVec, c);
-#pragma unroll
-      for (int i = 0; i < kVec; i += 2) {
-        const float state[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]}, q[2] = {c[i], c[i + 1]};
-        if constexpr (sizeof(Stored) == 2) {
-          multiply_tf32(high[i / 2 % 2], state, q);
-        } else {
-          float state_high[4], state_low[4];
-          split(state, mask, state_high, state_low);
-          multiply_tf32(high[i / 2 % 2], state_high, q);
-          multiply_tf32(low[i / 2 % 2], state_low, q);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(__fadd_rn(high[0][i], high[1][i]), __fadd_rn(low[0][i], low[1][i]));
-  }
-
-  // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here and in the checkpoint at `target`. p: the
-  // slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all three hold
-  // zeros.
-  template <typename Staged>
-  __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
-                       const float* weight, float decay, int h, uint32_t mask) const {
-    constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
-    const int t = lane % 4;
-    const PlainRounding rounding(owner);
-    bool finite = true;
-    float zeros[2] = {};  // of float32 states; a NaN if a value is none or infinite, for the fewest instructions
-#pragma unroll 1
-    for (int part = 0; part < kBlocks; part += kPart) {
-      float state[2][kPart][kVec];
-#pragma unroll
-      for (int b = 0; b < kPart; ++b)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) Packed<Stored>::unpack(piece(part + b, i), state[i][b]);
-      add_records(state, x, B + part * 4 * kVec, weight, decay, h, lane, mask);
-#pragma unroll
-      for (int b = 0; b < kPart; ++b) {
-        const int row = first_row(lane), column = ((part + b) * 4 + t) * kVec;
-        uint4 folded[2];
-        if constexpr (sizeof(Stored) == 4) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            folded[i] = Packed<Stored>::pack(state[i][b]);
-#pragma unroll
-            for (int v = 0; v < kVec; ++v) zeros[i] = fmaf(state[i][b][v], 0.0f, zeros[i]);
-          }
-        } else {
-          rounding.pack<Stored>(p + row, column, state, b, folded, finite);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          piece(part + b, i) = folded[i];
-          if constexpr (!kSendsBlocks) {
-            __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
-          }
-        }
-      }
-    }
-    if (!finite || zeros[0] + zeros[1] != 0.0f) owner.report_not_finite();
-    if constexpr (kSendsBlocks) {
-      finish_stores_before_blocks();
-      __syncwarp();
-      if (elect_lane()) {
-        send_block(target, base, kHalfBytes);
-        send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
-      }
-    }
-  }
-  // Until the slice's memory may hold another.
-  __device__ void await_stored() const {
-    if (elect_lane()) await_blocks_read();
-  }
 };
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
@@ -876,10 +736,7 @@ struct Cta {
               const float values[4] = {x0.x, x0.y, x1.x, x1.y};
               const float weight[2] = {weights[i] * product[i * layout.g_stride],
                                        weights[i + 4] * product[(i + 4) * layout.g_stride]};
-              float high[2], low[2];
-              split(weight, params.tf32_mask, high, low);
-              multiply_tf32(y, values, low);
-              multiply_tf32(y, values, high);
+              add_weighed(y, values, weight, params.tf32_mask);
             }
 
             const int s = first + 2 * t;
@@ -890,7 +747,7 @@ struct Cta {
             bool finite = true;
 #pragma unroll 1
             for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
-              float values[4], high[2], low[2];
+              float values[4];
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
                 const uint32_t word =
@@ -902,9 +759,7 @@ struct Cta {
               }
               const float weight[2] = {new_weights[r * layout.g_stride + first + g],
                                        new_weights[(r + 4) * layout.g_stride + first + g]};
-              split(weight, params.tf32_mask, high, low);
-              multiply_tf32(y, values, low);
-              multiply_tf32(y, values, high);
+              add_weighed(y, values, weight, params.tf32_mask);
             }
             if (!__all_sync(~0u, finite)) add_not_finite(new_x, new_weights + s, min(first + kTile, T), s, y);
 #pragma unroll
