@@ -58,14 +58,34 @@ struct SharedRow {
   float decay, token_decay, u;
 };
 
-__device__ inline uint32_t peek_bits(const void* data, int32_t dtype, int index) {
-  if (dtype == REPLAYSSM_FP32) return peek(static_cast<const int32_t*>(data)[index]);
-  uint16_t bits;
-  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];"
-               : "=h"(bits)
-               : "l"(static_cast<const uint16_t*>(data) + index)
-               : "memory");
-  return bits;
+// 4 or 2 bytes of global memory, past the L1; and nothing.
+struct Word {
+  const void* place = nullptr;
+  bool is_half = false;
+
+  Word() = default;
+  __device__ explicit Word(const void* place) : place(place) {}
+  __device__ Word(const replayssm_tensor& tensor, int64_t index)
+      : place(static_cast<const char*>(tensor.data) + index * (tensor.dtype == REPLAYSSM_FP32 ? 4 : 2)),
+        is_half(tensor.dtype != REPLAYSSM_FP32) {
+    if (!tensor.data) place = nullptr;
+  }
+  __device__ uint32_t load() const {
+    uint32_t word = 0;
+    if (place && !is_half) word = peek(*static_cast<const int32_t*>(place));
+    if (place && is_half) {
+      uint16_t bits;
+      asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(bits) : "l"(place) : "memory");
+      word = bits;
+    }
+    return word;
+  }
+};
+
+// Computed here, not where it is needed.
+template <typename T>
+__device__ inline void compute_now(T*& pointer) {
+  asm volatile("" : "+l"(pointer)::"memory");
 }
 
 template <typename Staged>
@@ -86,17 +106,17 @@ class HeadStep {
 
   __device__ void run() {
     if (warp_ < slices_ && lane_ == 0) init_barrier(full(), 1);
-    const uint32_t word = read_word();
-    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word;
+    find_word();
+    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word_.load();
     __syncthreads();
     bool requests = may_load_early();
 #pragma unroll 1
     for (uint32_t pass = 0;; pass ^= 1) {
-      if (requests) request_history();
+      if (requests) request_history(), find_token();
       await_previous();
       if (requests) request_token();
-      const uint32_t now = read_word();
-      const bool same = lane_ > kRowWords || now == row_.word[lane_];
+      now_ = word_.load();
+      const bool same = lane_ > kRowWords || now_ == row_.word[lane_];
       if (requests && __all_sync(~0u, same)) {
         if (warp_ == slices_) {
           weigh();
@@ -112,7 +132,7 @@ class HeadStep {
         pass = 1;  // the first requests are still to come
       }
       __syncthreads();
-      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = now;
+      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = now_;
       __syncthreads();
       const replayssm_scan_args& args = params_.scan.args;
       if (!admit(plan_, row_index_, args.num_tokens, args.max_count, params_.scan.problem.config.window, false,
@@ -134,7 +154,13 @@ class HeadStep {
   SharedRow& row_;
   const replayssm_plan_row& plan_;
   const int warp_, lane_, slices_, row_index_, head_, group_;
-  uint32_t dt_ = 0, bias_ = 0, skip_ = 0;  // of the warp of the weights, as they lie in memory
+  // Of a lane: what it requests of the new token, if anything; and its word, of the plan's row, then A_log, dt, dt_bias
+  // and D, and what that was.
+  const Staged* source_ = nullptr;
+  Staged* target_ = nullptr;
+  bool aligned_ = true;
+  Word word_;
+  uint32_t now_ = 0;
 
   __device__ Barrier* full() const { return reinterpret_cast<Barrier*>(shared_) + warp_; }
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared_ + offset); }
@@ -143,11 +169,17 @@ class HeadStep {
   __device__ Staged* slice_x() const { return reinterpret_cast<Staged*>(slice() + layout_.x); }
   __device__ Staged* token() const { return staged(layout_.token) + warp_ * N; }
 
-  // Lane by lane the words of the plan's row, then A_log.
-  __device__ uint32_t read_word() const {
-    if (lane_ < kRowWords) return peek(reinterpret_cast<const int32_t*>(params_.scan.planned + row_index_)[lane_]);
-    const replayssm_tensor& A_log = params_.scan.args.A_log;
-    return lane_ == kRowWords ? peek_bits(A_log.data, A_log.dtype, head_) : 0;
+  __device__ void find_word() {
+    const replayssm_scan_args& args = params_.scan.args;
+    if (lane_ < kRowWords) {
+      word_ = Word(reinterpret_cast<const int32_t*>(params_.scan.planned + row_index_) + lane_);
+    } else if (lane_ == kRowWords) {
+      word_ = Word(args.A_log, head_);
+    } else if (lane_ == kRowWords + 2) {
+      word_ = Word(args.dt_bias, head_);
+    } else if (lane_ == kRowWords + 3) {
+      word_ = Word(args.D, head_);
+    }
   }
   // Whether the row, which may be anything, is one whose history can be loaded before the kernel before has ended.
   __device__ bool may_load_early() const {
@@ -226,33 +258,33 @@ class HeadStep {
   }
 
   // The new token: C, and x of a slice or B.
-  __device__ void request_token() {
+  __device__ void find_token() {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
     const int part = lane_ % 16 * 8;
     const int64_t first_token = plan_.first_token;
     if (lane_ < 16) {
-      request_input(token() + part,
-                    static_cast<const Staged*>(args.C.data) + first_token * args.C.stride[0] +
-                        group_ * args.C.stride[1] + part,
-                    scan.c_aligned);
+      source_ =
+          static_cast<const Staged*>(args.C.data) + first_token * args.C.stride[0] + group_ * args.C.stride[1] + part;
+      target_ = token() + part, aligned_ = scan.c_aligned;
     } else if (warp_ == slices_) {
-      const Staged* const source = scan.append ? static_cast<const Staged*>(args.B.data) +
-                                                     first_token * args.B.stride[0] + group_ * args.B.stride[1]
-                                               : b_ring() + plan_.ring_row * N;
-      request_input(staged(layout_.b) + part, source + part, scan.b_aligned);
+      source_ = (scan.append ? static_cast<const Staged*>(args.B.data) + first_token * args.B.stride[0] +
+                                   group_ * args.B.stride[1]
+                             : b_ring() + plan_.ring_row * N) +
+                part;
+      target_ = staged(layout_.b) + part, aligned_ = scan.b_aligned;
+    } else if (lane_ < 18) {
+      source_ = (scan.append ? static_cast<const Staged*>(args.x.data) + first_token * args.x.stride[0] +
+                                   head_ * args.x.stride[1] + warp_ * kSliceWidth
+                             : x_ring() + plan_.ring_row * x_stride()) +
+                part;
+      target_ = slice_x() + part, aligned_ = scan.x_aligned;
     }
-    if (warp_ == slices_) {
-      dt_ = load_bits(args.dt.data, args.dt.dtype, first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
-      if (args.dt_bias.data) bias_ = load_bits(args.dt_bias.data, args.dt_bias.dtype, head_);
-      if (args.D.data) skip_ = load_bits(args.D.data, args.D.dtype, head_);
-    } else if (lane_ >= 16 && lane_ < 18) {
-      const Staged* const source = scan.append ? static_cast<const Staged*>(args.x.data) +
-                                                     first_token * args.x.stride[0] + head_ * args.x.stride[1] +
-                                                     warp_ * kSliceWidth
-                                               : x_ring() + plan_.ring_row * x_stride();
-      request_input(slice_x() + part, source + part, scan.x_aligned);
-    }
+    if (lane_ == kRowWords + 1) word_ = Word(args.dt, first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
+    compute_now(source_), compute_now(target_), compute_now(word_.place);
+  }
+  __device__ void request_token() const {
+    if (source_) request_input(target_, source_, aligned_);
   }
 
   // For the slices: products and weights.
@@ -283,9 +315,10 @@ class HeadStep {
         }
       }
     }
-    const float bias = args.dt_bias.data ? bits_to_float(bias_, args.dt_bias.dtype) : 0.0f;
-    const float skip = bits_to_float(skip_, args.D.dtype);
-    const float step = discretised_step(bits_to_float(dt_, args.dt.dtype), bias, args.dt_min, args.dt_max);
+    const float dt = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 1), args.dt.dtype);
+    const float bias = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 2), args.dt_bias.dtype);
+    const float skip = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 3), args.D.dtype);
+    const float step = discretised_step(dt, bias, args.dt_min, args.dt_max);
     if (lane_ == 0) {
       row_.token_decay = expf(__fmul_rn(rate, step));
       row_.u = fmaf(step, own, skip);
