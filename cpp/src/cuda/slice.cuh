@@ -11,12 +11,6 @@ namespace replayssm {
 namespace cuda {
 namespace {
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kSendsBlocks = true;  // from shared memory
-#else
-constexpr bool kSendsBlocks = false;
-#endif
-
 // A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes
 // part its halves. Lane (g, t) has a pair of rows of one half or the other, so that the 8 lanes of a load meet no bank
 // twice.
@@ -92,12 +86,12 @@ struct Slice {
     for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(__fadd_rn(high[0][i], high[1][i]), __fadd_rn(low[0][i], low[1][i]));
   }
 
-  // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here and in the checkpoint at `target`. p: the
-  // slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all three hold
-  // zeros.
+  // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here; returns whether the lane's part is finite as
+  // stored. p: the slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all
+  // three hold zeros.
   template <typename Staged>
-  __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
-                       const float* weight, float decay, int h, uint32_t mask) const {
+  __device__ bool fold(const StateOwner& owner, int p, const Staged* x, const Staged* B, const float* weight,
+                       float decay, int h, uint32_t mask) const {
     constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
     const int t = lane % 4;
     const PlainRounding rounding(owner);
@@ -128,25 +122,37 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           piece(part + b, i) = folded[i];
-          if constexpr (!kSendsBlocks) {
-            __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
-          }
         }
       }
     }
-    if (!finite || zeros[0] + zeros[1] != 0.0f) owner.report_not_finite();
-    if constexpr (kSendsBlocks) {
-      finish_stores_before_blocks();
-      __syncwarp();
-      if (elect_lane()) {
-        send_block(target, base, kHalfBytes);
-        send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
-      }
+    return finite && zeros[0] + zeros[1] == 0.0f;
+  }
+  // To the checkpoint at `target`.
+  __device__ void store(Stored* target) const {
+#if __CUDA_ARCH__ >= 900
+    finish_stores_before_blocks();
+    __syncwarp();
+    if (elect_lane()) {
+      send_block(target, base, kHalfBytes);
+      send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
     }
+#else
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = (b * 4 + lane % 4) * kVec;
+        __stwb(reinterpret_cast<uint4*>(target + (first_row(lane) + i) * kMaxStateDim + column), piece(b, i));
+      }
+#endif
   }
   // Until the slice's memory may hold another.
   __device__ void await_stored() const {
+#if __CUDA_ARCH__ >= 900
     if (elect_lane()) await_blocks_read();
+#else
+    finish_stores_before_blocks();
+#endif
   }
 };
 

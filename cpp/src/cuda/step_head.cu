@@ -55,7 +55,9 @@ struct HeadParams {
 // What the warp of the weights leaves for the others.
 struct SharedRow {
   uint32_t word[kRowWords + 1];  // a replayssm_plan_row, then A_log as it lies in memory
-  float decay, token_decay, u;
+  float decay;                   // of the history
+  float own;                     // B^T C of the new token
+  float step, skip, token_decay;  // of the new token: delta, D, decay
 };
 
 // 4 or 2 bytes of global memory, past the L1; and nothing.
@@ -112,16 +114,22 @@ class HeadStep {
     bool requests = may_load_early();
 #pragma unroll 1
     for (uint32_t pass = 0;; pass ^= 1) {
-      if (requests) request_history(), find_token();
+      if (requests) {
+        request_history();
+        find_token();
+        if (folds() && warp_ < slices_) fold(pass);
+      }
       await_previous();
       if (requests) request_token();
       now_ = word_.load();
       const bool same = lane_ > kRowWords || now_ == row_.word[lane_];
       if (requests && __all_sync(~0u, same)) {
-        if (warp_ == slices_) {
-          weigh();
-        } else {
+        if (warp_ < slices_) {
           compute(pass);
+        } else if (warp_ == slices_) {
+          multiply_records_by_token();
+        } else {
+          discretise();
         }
         return;
       }
@@ -161,6 +169,7 @@ class HeadStep {
   bool aligned_ = true;
   Word word_;
   uint32_t now_ = 0;
+  bool finite_ = true;  // what the lane has folded
 
   __device__ Barrier* full() const { return reinterpret_cast<Barrier*>(shared_) + warp_; }
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared_ + offset); }
@@ -197,6 +206,10 @@ class HeadStep {
   }
   __device__ bool folds() const { return (plan_.flags & REPLAYSSM_ROW_FLUSH) && !params_.scan.flushed; }
 
+  __device__ float rate() const {
+    return -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype));
+  }
+
   __device__ float* checkpoint() const {
     return reinterpret_cast<float*>(section_of(params_.scan.layer.checkpoint, plan_.slot)) +
            (head_ * slices_ + warp_) * static_cast<int64_t>(kSliceWidth * N);
@@ -226,6 +239,8 @@ class HeadStep {
     const int h = records(), padded = round_up(h, 8);
     if (warp_ < slices_) {
       const bool stored = stored_before();
+      finish_stores_before_blocks();  // of a fold that was for nothing
+      __syncwarp();
       if (stored) State{slice(), lane_}.request(checkpoint(), full());
       const Staged* const ring = x_ring() + lane_ % 2 * 8;
       Staged* const x = slice_x() + lane_ % 2 * 8;
@@ -241,7 +256,7 @@ class HeadStep {
     for (int i = 1 + threadIdx.x / 16; i <= padded; i += blockDim.x / 16) {
       request_16_bytes(B + i * kStride, ring + (i <= h ? ring_row(i) : 0) * N, i <= h);
     }
-    if (warp_ == slices_) {
+    if (warp_ > slices_) {
       float* const delta = floats(layout_.delta);
 #pragma unroll 1
       for (int i = lane_; i < h; i += 32) {
@@ -249,8 +264,7 @@ class HeadStep {
             peek(reinterpret_cast<const int32_t*>(delta_ring())[ring_row(1 + i) * params_.heads_per_group]));
       }
       __syncwarp();
-      const float rate = -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype));
-      const float decay = weigh_history(delta, rate, h, lane_, floats(layout_.weight));
+      const float decay = weigh_history(delta, rate(), h, lane_, floats(layout_.weight));
       if (lane_ == 0) row_.decay = decay;
     }
     await_requests();
@@ -263,7 +277,9 @@ class HeadStep {
     const replayssm_scan_args& args = scan.args;
     const int part = lane_ % 16 * 8;
     const int64_t first_token = plan_.first_token;
-    if (lane_ < 16) {
+    if (warp_ > slices_) {
+      if (lane_ == kRowWords + 1) word_ = Word(args.dt, first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
+    } else if (lane_ < 16) {
       source_ =
           static_cast<const Staged*>(args.C.data) + first_token * args.C.stride[0] + group_ * args.C.stride[1] + part;
       target_ = token() + part, aligned_ = scan.c_aligned;
@@ -280,77 +296,90 @@ class HeadStep {
                 part;
       target_ = slice_x() + part, aligned_ = scan.x_aligned;
     }
-    if (lane_ == kRowWords + 1) word_ = Word(args.dt, first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
     compute_now(source_), compute_now(target_), compute_now(word_.place);
   }
   __device__ void request_token() const {
     if (source_) request_input(target_, source_, aligned_);
   }
 
-  // For the slices: products and weights.
-  __device__ void weigh() const {
-    const ScanParams& scan = params_.scan;
-    const replayssm_scan_args& args = scan.args;
-    const int g = lane_ / 4, t = lane_ % 4;
-    const int h = records(), history = folds() ? 0 : h, count = 1 + history;
-    const float rate = -expf(bits_to_float(row_.word[kRowWords], args.A_log.dtype));
+  // For the slices: what the new token and the history have to do with the new token, by B^T C.
+  __device__ void multiply_records_by_token() const {
+    const int g = lane_ / 4, t = lane_ % 4, history = folds() ? 0 : records(), padded = round_up(history, 8);
     const Staged* const B = staged(layout_.b);
     const float* const weight = floats(layout_.weight);
     float* const product = floats(layout_.product);
-
     await_requests();
     __syncwarp();
-    float own = 0.0f;  // of the new token
 #pragma unroll 1
-    for (int first = 0; first < 1 + round_up(history, 8); first += 16) {
+    for (int first = 0; first < 1 + padded; first += 16) {
       float sum[2][4] = {};
-      multiply_records(B, first, count, token(), 0, 1, g, t, sum);
-      if (first == 0) own = sum[0][0] + sum[1][0];
+      multiply_records(B, first, 1 + history, token(), 0, 1, g, t, sum);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int record = first + g + 8 * half - 1;
-        if (t == 0 && record >= 0 && record < round_up(history, 8)) {
-          product[record] =
-              record < history ? weight[record] * (sum[0][2 * half] + sum[1][2 * half]) : 0.0f;
+        const float value = sum[0][2 * half] + sum[1][2 * half];
+        if (t != 0 || record >= padded) continue;
+        if (record < 0) {
+          row_.own = value;
+        } else {
+          product[record] = record < history ? weight[record] * value : 0.0f;
         }
       }
     }
+    __syncthreads();
+    if (params_.scan.append && head_ % params_.heads_per_group == 0 && lane_ >= 16) {
+      const int part = lane_ % 16 * 8;
+      *reinterpret_cast<uint4*>(b_ring() + plan_.ring_row * N + part) = *reinterpret_cast<const uint4*>(B + part);
+    }
+  }
+
+  // For the slices: the new token's delta.
+  __device__ void discretise() const {
+    const replayssm_scan_args& args = params_.scan.args;
     const float dt = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 1), args.dt.dtype);
     const float bias = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 2), args.dt_bias.dtype);
     const float skip = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 3), args.D.dtype);
     const float step = discretised_step(dt, bias, args.dt_min, args.dt_max);
     if (lane_ == 0) {
-      row_.token_decay = expf(__fmul_rn(rate, step));
-      row_.u = fmaf(step, own, skip);
+      row_.token_decay = expf(__fmul_rn(rate(), step));
+      row_.step = step, row_.skip = skip;
     }
     __syncthreads();
     if (lane_ == 0) delta_ring()[plan_.ring_row * params_.heads_per_group] = step;
-    if (scan.append && head_ % params_.heads_per_group == 0 && lane_ >= 16) {
-      const int part = lane_ % 16 * 8;
-      *reinterpret_cast<uint4*>(b_ring() + plan_.ring_row * N + part) = *reinterpret_cast<const uint4*>(B + part);
-    }
+  }
+
+  // S <- S with the records folded, for a slice.
+  __device__ void fold(uint32_t phase) {
+    const State state{slice(), lane_};
+    const Staged* const x = slice_x() + State::first_row(lane_);
+    await(full(), phase);
+    if (!stored_before()) state.clear();
+    finite_ = state.fold(owner(), warp_ * kSliceWidth, x + kSliceWidth, staged(layout_.b) + kStride,
+                         floats(layout_.weight), row_.decay, records(), params_.tf32_mask);
+    __syncwarp();
+  }
+  __device__ StateOwner owner() const {
+    const ScanParams& scan = params_.scan;
+    return {scan.problem, scan.layer, scan.error, head_, row_index_, plan_.stream, plan_.writes};
   }
 
   // A slice's outputs.
   __device__ void compute(uint32_t phase) const {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
-    const int t = lane_ % 4, own_row = State::first_row(lane_);
-    const int h = records();
-    const bool fold = folds(), stored = stored_before();
+    const int t = lane_ % 4, own_row = State::first_row(lane_), h = records();
+    const bool fold = folds();
     const State state{slice(), lane_};
     const Staged* const x = slice_x() + own_row;
     float y[4] = {};
     await(full(), phase);
     if (fold) {
-      if (!stored) state.clear();
-      const StateOwner owner{scan.problem, scan.layer, scan.error, head_, row_index_, plan_.stream, plan_.writes};
-      state.fold(owner, warp_ * kSliceWidth, checkpoint(), x + kSliceWidth, staged(layout_.b) + kStride,
-                 floats(layout_.weight), row_.decay, h, params_.tf32_mask);
+      if (!finite_) owner().report_not_finite();
+      state.store(checkpoint());
     }
     await_requests();
     __syncwarp();
-    if (stored || fold) state.multiply(token(), params_.tf32_mask, y);
+    if (fold || stored_before()) state.multiply(token(), params_.tf32_mask, y);
     if (!fold) {
       const float decay = row_.decay;
 #pragma unroll
@@ -371,7 +400,7 @@ class HeadStep {
       const float values[4] = {x0.x, x0.y, x1.x, x1.y}, weight[2] = {product[i], product[i + 4]};
       add_weighed(y, values, weight, params_.tf32_mask);
     }
-    const float since = row_.token_decay, u = row_.u;
+    const float since = row_.token_decay, u = fmaf(row_.step, row_.own, row_.skip);
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] *= since;
     const uint32_t word = *reinterpret_cast<const uint32_t*>(x);
@@ -392,18 +421,12 @@ class HeadStep {
         store_scalar(target, kDtypeOf<Staged>, 1, y[2]);
       }
     }
-    if (fold) {
-      if constexpr (kSendsBlocks) {
-        state.await_stored();
-      } else {
-        finish_stores_before_blocks();
-      }
-    }
+    if (fold) state.await_stored();
   }
 };
 
 template <typename Staged>
-__global__ __launch_bounds__(32 * (kMaxSlices + 1)) void step_head_kernel(const __grid_constant__ HeadParams params) {
+__global__ __launch_bounds__(32 * (kMaxSlices + 2), 3) void step_head_kernel(const __grid_constant__ HeadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
   HeadStep<Staged>(params, shared).run();
@@ -439,7 +462,7 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   return launch_early("step", choose_head(problem.config.activation),
-                      static_cast<int64_t>(rows) * problem.geometry.num_heads, 32 * (slices + 1), params.layout.bytes,
+                      static_cast<int64_t>(rows) * problem.geometry.num_heads, 32 * (slices + 2), params.layout.bytes,
                       exec, params);
 }
 

@@ -712,8 +712,11 @@ struct Cta {
                                    job.row, job.stream,        job.writes};
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
-                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            const bool finite = state.fold(owner, slice * kSliceWidth, old_x, staged(buffer, layout.b) + T * kStride,
+                                           weights - t, floats(buffer, layout.decay)[local_head], job.h,
+                                           params.tf32_mask);
+            if (!finite) owner.report_not_finite();
+            state.store(checkpoint);
           }
 #pragma unroll 1
           for (int first = 0; first < T; first += kTile) {
@@ -775,13 +778,7 @@ struct Cta {
               }
             }
           }
-          if (job.fold) {
-            if constexpr (kSendsBlocks) {
-              state.await_stored();
-            } else {
-              finish_stores_before_blocks();
-            }
-          }
+          if (job.fold) state.await_stored();
           __syncwarp();
           if (lane == 0) arrive(empty + stage);
           stage += params.consumers;
