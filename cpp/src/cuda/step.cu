@@ -514,7 +514,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
   }
   if (has_step_mma(problem)) {
     const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed);
-    return has_step_head(problem, args, rows) ? step_head(exec, params, rows) : step_mma(exec, params, rows);
+    return has_step_head(params, rows) ? step_head(exec, params, rows) : step_mma(exec, params, rows);
   }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
   // own, and the rows that flushed read what it left in the L2. So are those that step_read.cu has no room to fold.

@@ -17,12 +17,13 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxSlices = kMaxHeadDim / kSliceWidth;
+constexpr int kMaxHistory = 32;  // records of a row
 constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
 
 // The shared memory of a CTA; offsets in bytes. Records of B and x are the new token, then the history, newest first.
 struct HeadLayout {
   int row;              // the plan's, and the bits of A_log
-  int weight, product;  // of the history: to fold with, and for the output
+  int weight, product;  // of the history: as in a flush, and B^T C
   int delta;
   int token;    // 16-bit rows of C, one a warp
   int b;        // records kStride apart
@@ -48,6 +49,7 @@ struct HeadParams {
   ScanParams scan;
   int heads_per_group;
   HeadLayout layout;
+  int early;  // CTAs that begin before the kernel before has ended
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
@@ -108,47 +110,63 @@ class HeadStep {
 
   __device__ void run() {
     if (warp_ < slices_ && lane_ == 0) init_barrier(full(), 1);
-    find_word();
-    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word_.load();
+    bool early = static_cast<int>(blockIdx.x) < params_.early;
+    if (!early) await_previous();
+    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word_of_lane(false).load();
     __syncthreads();
-    bool requests = may_load_early();
+    bool requests = early ? may_load_early() : is_live();
+    if (!early && !requests) return;
+    uint32_t phase = 0, now = 0;
+    bool finite = true;
 #pragma unroll 1
-    for (uint32_t pass = 0;; pass ^= 1) {
+    for (;;) {
+      finite = true;
       if (requests) {
-        request_history();
-        find_token();
-        if (folds() && warp_ < slices_) fold(pass);
+        const float delta = request_history();
+        if (!early) {
+          const Token token = find_token();
+          now = token.request();
+        }
+        await_requests();
+        __syncthreads();
+        if (warp_ > slices_) weigh(delta);
+        if (folds()) {
+          __syncthreads();
+          if (warp_ < slices_) finite = fold(phase);
+        }
+      }
+      if (!early) break;
+      Token token{};
+      if (requests) {
+        token = find_token();
+      } else {
+        token.word = word_of_lane(false);
       }
       await_previous();
-      if (requests) request_token();
-      now_ = word_.load();
-      const bool same = lane_ > kRowWords || now_ == row_.word[lane_];
+      now = token.request();
+      const bool same = lane_ > kRowWords || now == row_.word[lane_];
       if (requests && __all_sync(~0u, same)) {
-        if (warp_ < slices_) {
-          compute(pass);
-        } else if (warp_ == slices_) {
-          multiply_records_by_token();
-        } else {
-          discretise();
-        }
-        return;
+        await_requests();
+        __syncwarp();
+        break;
       }
       if (requests) {
         await_requests();
-        if (warp_ < slices_) await(full(), pass);
-      } else {
-        pass = 1;  // the first requests are still to come
+        if (warp_ < slices_) await(full(), phase);
+        phase = 1;
       }
       __syncthreads();
-      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = now_;
+      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = now;
       __syncthreads();
-      const replayssm_scan_args& args = params_.scan.args;
-      if (!admit(plan_, row_index_, args.num_tokens, args.max_count, params_.scan.problem.config.window, false,
-                 params_.scan.error, head_ == 0 && threadIdx.x == 0) ||
-          plan_.count == 0) {
-        return;
-      }
-      requests = true;
+      if (!is_live()) return;
+      requests = true, early = false;
+    }
+    if (warp_ < slices_) {
+      compute(phase, finite);
+    } else if (warp_ == slices_) {
+      multiply_records_by_token();
+    } else {
+      discretise(now);
     }
   }
 
@@ -162,15 +180,6 @@ class HeadStep {
   SharedRow& row_;
   const replayssm_plan_row& plan_;
   const int warp_, lane_, slices_, row_index_, head_, group_;
-  // Of a lane: what it requests of the new token, if anything; and its word, of the plan's row, then A_log, dt, dt_bias
-  // and D, and what that was.
-  const Staged* source_ = nullptr;
-  Staged* target_ = nullptr;
-  bool aligned_ = true;
-  Word word_;
-  uint32_t now_ = 0;
-  bool finite_ = true;  // what the lane has folded
-
   __device__ Barrier* full() const { return reinterpret_cast<Barrier*>(shared_) + warp_; }
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared_ + offset); }
   __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared_ + offset); }
@@ -178,17 +187,23 @@ class HeadStep {
   __device__ Staged* slice_x() const { return reinterpret_cast<Staged*>(slice() + layout_.x); }
   __device__ Staged* token() const { return staged(layout_.token) + warp_ * N; }
 
-  __device__ void find_word() {
+  // The words of the plan's row, then A_log, dt if the row is known, dt_bias and D.
+  __device__ Word word_of_lane(bool known) const {
     const replayssm_scan_args& args = params_.scan.args;
-    if (lane_ < kRowWords) {
-      word_ = Word(reinterpret_cast<const int32_t*>(params_.scan.planned + row_index_) + lane_);
-    } else if (lane_ == kRowWords) {
-      word_ = Word(args.A_log, head_);
-    } else if (lane_ == kRowWords + 2) {
-      word_ = Word(args.dt_bias, head_);
-    } else if (lane_ == kRowWords + 3) {
-      word_ = Word(args.D, head_);
+    if (lane_ < kRowWords) return Word(reinterpret_cast<const int32_t*>(params_.scan.planned + row_index_) + lane_);
+    if (lane_ == kRowWords) return Word(args.A_log, head_);
+    if (warp_ <= slices_) return Word();
+    if (lane_ == kRowWords + 1 && known) {
+      return Word(args.dt, plan_.first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
     }
+    if (lane_ == kRowWords + 2) return Word(args.dt_bias, head_);
+    return lane_ == kRowWords + 3 ? Word(args.D, head_) : Word();
+  }
+  __device__ bool is_live() const {
+    const replayssm_scan_args& args = params_.scan.args;
+    return admit(plan_, row_index_, args.num_tokens, args.max_count, params_.scan.problem.config.window, false,
+                 params_.scan.error, head_ == 0 && threadIdx.x == 0) &&
+           plan_.count > 0;
   }
   // Whether the row, which may be anything, is one whose history can be loaded before the kernel before has ended.
   __device__ bool may_load_early() const {
@@ -234,8 +249,8 @@ class HeadStep {
     return reinterpret_cast<float*>(section_of(params_.scan.layer.delta_ring, plan_.slot)) + first_record();
   }
 
-  // What steps before have left; in shared memory for all warps when it returns, but the state.
-  __device__ void request_history() {
+  // What steps before have left; the last warp's lanes get the deltas.
+  __device__ float request_history() {
     const int h = records(), padded = round_up(h, 8);
     if (warp_ < slices_) {
       const bool stored = stored_before();
@@ -257,59 +272,68 @@ class HeadStep {
       request_16_bytes(B + i * kStride, ring + (i <= h ? ring_row(i) : 0) * N, i <= h);
     }
     if (warp_ > slices_) {
-      float* const delta = floats(layout_.delta);
-#pragma unroll 1
-      for (int i = lane_; i < h; i += 32) {
-        delta[i] = __int_as_float(
-            peek(reinterpret_cast<const int32_t*>(delta_ring())[ring_row(1 + i) * params_.heads_per_group]));
-      }
-      __syncwarp();
-      const float decay = weigh_history(delta, rate(), h, lane_, floats(layout_.weight));
-      if (lane_ == 0) row_.decay = decay;
+      const int32_t* const ring = reinterpret_cast<const int32_t*>(delta_ring());
+      if (lane_ < h) return __int_as_float(peek(ring[ring_row(1 + lane_) * params_.heads_per_group]));
     }
-    await_requests();
-    __syncthreads();
+    return 0.0f;
   }
 
-  // The new token: C, and x of a slice or B.
-  __device__ void find_token() {
+  // The weights of the history.
+  __device__ void weigh(float own_delta) const {
+    const int h = records();
+    float* const delta = floats(layout_.delta);
+    if (lane_ < h) delta[lane_] = own_delta;
+    __syncwarp();
+    const float decay = weigh_history(delta, rate(), h, lane_, floats(layout_.weight));
+    if (lane_ == 0) row_.decay = decay;
+    __syncwarp();
+  }
+
+  // What a lane loads of the new token: a part of C, x of a slice or B, and its word.
+  struct Token {
+    const Staged* source;
+    Staged* target;
+    Word word;
+
+    // Returns the word.
+    __device__ uint32_t request() const {
+      if (source) request_16_bytes(target, source);
+      return word.load();
+    }
+  };
+  __device__ Token find_token() const {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
     const int part = lane_ % 16 * 8;
     const int64_t first_token = plan_.first_token;
+    Token token{nullptr, nullptr, word_of_lane(true)};
     if (warp_ > slices_) {
-      if (lane_ == kRowWords + 1) word_ = Word(args.dt, first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
     } else if (lane_ < 16) {
-      source_ =
+      token.source =
           static_cast<const Staged*>(args.C.data) + first_token * args.C.stride[0] + group_ * args.C.stride[1] + part;
-      target_ = token() + part, aligned_ = scan.c_aligned;
+      token.target = this->token() + part;
     } else if (warp_ == slices_) {
-      source_ = (scan.append ? static_cast<const Staged*>(args.B.data) + first_token * args.B.stride[0] +
-                                   group_ * args.B.stride[1]
-                             : b_ring() + plan_.ring_row * N) +
-                part;
-      target_ = staged(layout_.b) + part, aligned_ = scan.b_aligned;
+      token.source = (scan.append ? static_cast<const Staged*>(args.B.data) + first_token * args.B.stride[0] +
+                                        group_ * args.B.stride[1]
+                                  : b_ring() + plan_.ring_row * N) +
+                     part;
+      token.target = staged(layout_.b) + part;
     } else if (lane_ < 18) {
-      source_ = (scan.append ? static_cast<const Staged*>(args.x.data) + first_token * args.x.stride[0] +
-                                   head_ * args.x.stride[1] + warp_ * kSliceWidth
-                             : x_ring() + plan_.ring_row * x_stride()) +
-                part;
-      target_ = slice_x() + part, aligned_ = scan.x_aligned;
+      token.source = (scan.append ? static_cast<const Staged*>(args.x.data) + first_token * args.x.stride[0] +
+                                        head_ * args.x.stride[1] + warp_ * kSliceWidth
+                                  : x_ring() + plan_.ring_row * x_stride()) +
+                     part;
+      token.target = slice_x() + part;
     }
-    compute_now(source_), compute_now(target_), compute_now(word_.place);
-  }
-  __device__ void request_token() const {
-    if (source_) request_input(target_, source_, aligned_);
+    compute_now(token.source), compute_now(token.target), compute_now(token.word.place);
+    return token;
   }
 
   // For the slices: what the new token and the history have to do with the new token, by B^T C.
   __device__ void multiply_records_by_token() const {
     const int g = lane_ / 4, t = lane_ % 4, history = folds() ? 0 : records(), padded = round_up(history, 8);
     const Staged* const B = staged(layout_.b);
-    const float* const weight = floats(layout_.weight);
     float* const product = floats(layout_.product);
-    await_requests();
-    __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < 1 + padded; first += 16) {
       float sum[2][4] = {};
@@ -322,7 +346,7 @@ class HeadStep {
         if (record < 0) {
           row_.own = value;
         } else {
-          product[record] = record < history ? weight[record] * value : 0.0f;
+          product[record] = record < history ? value : 0.0f;
         }
       }
     }
@@ -334,11 +358,11 @@ class HeadStep {
   }
 
   // For the slices: the new token's delta.
-  __device__ void discretise() const {
+  __device__ void discretise(uint32_t word) const {
     const replayssm_scan_args& args = params_.scan.args;
-    const float dt = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 1), args.dt.dtype);
-    const float bias = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 2), args.dt_bias.dtype);
-    const float skip = bits_to_float(__shfl_sync(~0u, now_, kRowWords + 3), args.D.dtype);
+    const float dt = bits_to_float(__shfl_sync(~0u, word, kRowWords + 1), args.dt.dtype);
+    const float bias = bits_to_float(__shfl_sync(~0u, word, kRowWords + 2), args.dt_bias.dtype);
+    const float skip = bits_to_float(__shfl_sync(~0u, word, kRowWords + 3), args.D.dtype);
     const float step = discretised_step(dt, bias, args.dt_min, args.dt_max);
     if (lane_ == 0) {
       row_.token_decay = expf(__fmul_rn(rate(), step));
@@ -349,14 +373,15 @@ class HeadStep {
   }
 
   // S <- S with the records folded, for a slice.
-  __device__ void fold(uint32_t phase) {
+  __device__ bool fold(uint32_t phase) const {
     const State state{slice(), lane_};
     const Staged* const x = slice_x() + State::first_row(lane_);
     await(full(), phase);
     if (!stored_before()) state.clear();
-    finite_ = state.fold(owner(), warp_ * kSliceWidth, x + kSliceWidth, staged(layout_.b) + kStride,
-                         floats(layout_.weight), row_.decay, records(), params_.tf32_mask);
+    const bool finite = state.fold(owner(), warp_ * kSliceWidth, x + kSliceWidth, staged(layout_.b) + kStride,
+                                   floats(layout_.weight), row_.decay, records(), params_.tf32_mask);
     __syncwarp();
+    return finite;
   }
   __device__ StateOwner owner() const {
     const ScanParams& scan = params_.scan;
@@ -364,7 +389,7 @@ class HeadStep {
   }
 
   // A slice's outputs.
-  __device__ void compute(uint32_t phase) const {
+  __device__ void compute(uint32_t phase, bool finite_fold) const {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
     const int t = lane_ % 4, own_row = State::first_row(lane_), h = records();
@@ -374,11 +399,9 @@ class HeadStep {
     float y[4] = {};
     await(full(), phase);
     if (fold) {
-      if (!finite_) owner().report_not_finite();
+      if (!finite_fold) owner().report_not_finite();
       state.store(checkpoint());
     }
-    await_requests();
-    __syncwarp();
     if (fold || stored_before()) state.multiply(token(), params_.tf32_mask, y);
     if (!fold) {
       const float decay = row_.decay;
@@ -391,13 +414,13 @@ class HeadStep {
           *reinterpret_cast<const uint4*>(slice_x() + part);
     }
     __syncthreads();  // the weights are there
-    const float* const product = floats(layout_.product) + t;
+    const float *const product = floats(layout_.product) + t, *const weights = floats(layout_.weight) + t;
 #pragma unroll 1
     for (int i = 0; i < (fold ? 0 : h); i += 8) {
       const Staged* const record = x + (1 + i + t) * kSliceWidth;
       const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(record));
       const float2 x1 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(record + 4 * kSliceWidth));
-      const float values[4] = {x0.x, x0.y, x1.x, x1.y}, weight[2] = {product[i], product[i + 4]};
+      const float values[4] = {x0.x, x0.y, x1.x, x1.y}, weight[2] = {weights[i] * product[i], weights[i + 4] * product[i + 4]};
       add_weighed(y, values, weight, params_.tf32_mask);
     }
     const float since = row_.token_decay, u = fmaf(row_.step, row_.own, row_.skip);
@@ -440,13 +463,16 @@ HeadKernel* choose_head(int activation) {
 
 }  // namespace
 
-bool has_step_head(const Problem& problem, const replayssm_scan_args& args, int32_t rows) {
+bool has_step_head(const ScanParams& params, int32_t rows) {
+  const Problem& problem = params.problem;
+  const replayssm_scan_args& args = params.args;
   const int most = [] {
     const char* given = getenv("RS_HEAD");
     return given ? atoi(given) : 2;
   }();
   const int64_t ctas = static_cast<int64_t>(rows) * problem.geometry.num_heads;
   return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && args.max_count == 1 &&
+         problem.config.window <= kMaxHistory && params.x_aligned && params.b_aligned && params.c_aligned &&
          HeadLayout(problem.config.window, problem.geometry.head_dim / kSliceWidth).bytes <= kSharedLimit &&
          ctas <= most * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
 }
@@ -461,6 +487,9 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
   params.layout = HeadLayout(problem.config.window, slices);
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
+  const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
+  const char* given = getenv("RS_EARLY");
+  params.early = (given ? atoi(given) : of_sm / (params.layout.bytes + 1024)) * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   return launch_early("step", choose_head(problem.config.activation),
                       static_cast<int64_t>(rows) * problem.geometry.num_heads, 32 * (slices + 2), params.layout.bytes,
                       exec, params);
