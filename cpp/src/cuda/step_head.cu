@@ -45,51 +45,60 @@ struct HeadLayout {
         bytes(slices + num_slices * step) {}
 };
 
+// Where something of a token lies: of a plan row's token, a head and a group. Strides in bytes.
+struct Place {
+  const char* base;
+  int64_t of_slot, of_ring_row, of_token;
+  int32_t of_head, of_group;
+
+  __device__ const char* find(int slot, int ring_row, int token, int head, int group) const {
+    return base + slot * of_slot + ring_row * of_ring_row + token * of_token + head * of_head + group * of_group;
+  }
+};
+struct Word {
+  const char* base;  // NULL: 0
+  int64_t of_token;
+  int32_t of_head;
+  bool is_half;
+};
+
 struct HeadParams {
   ScanParams scan;
   int heads_per_group;
+  uint32_t inverse_heads;  // of the problem's, times 2^32
+  int inverse_per_group;   // times 2^20
   HeadLayout layout;
-  int early;  // CTAs that begin before the kernel before has ended
+  Place places[3];  // of C, B and x
+  Word words[4];  // A_log, dt, dt_bias, D
+  int early;           // CTAs that begin before the kernel before has ended
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
 
-// What the warp of the weights leaves for the others.
+// What the warps share of their row.
 struct SharedRow {
-  uint32_t word[kRowWords + 1];  // a replayssm_plan_row, then A_log as it lies in memory
-  float decay;                   // of the history
-  float own;                     // B^T C of the new token
+  uint32_t word[kRowWords + 1];   // a replayssm_plan_row, then A_log as it lies in memory
+  float decay;                    // of the history
+  float own;                      // B^T C of the new token
   float step, skip, token_decay;  // of the new token: delta, D, decay
-};
-
-// 4 or 2 bytes of global memory, past the L1; and nothing.
-struct Word {
-  const void* place = nullptr;
-  bool is_half = false;
-
-  Word() = default;
-  __device__ explicit Word(const void* place) : place(place) {}
-  __device__ Word(const replayssm_tensor& tensor, int64_t index)
-      : place(static_cast<const char*>(tensor.data) + index * (tensor.dtype == REPLAYSSM_FP32 ? 4 : 2)),
-        is_half(tensor.dtype != REPLAYSSM_FP32) {
-    if (!tensor.data) place = nullptr;
-  }
-  __device__ uint32_t load() const {
-    uint32_t word = 0;
-    if (place && !is_half) word = peek(*static_cast<const int32_t*>(place));
-    if (place && is_half) {
-      uint16_t bits;
-      asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(bits) : "l"(place) : "memory");
-      word = bits;
-    }
-    return word;
-  }
 };
 
 // Computed here, not where it is needed.
 template <typename T>
 __device__ inline void compute_now(T*& pointer) {
   asm volatile("" : "+l"(pointer)::"memory");
+}
+
+// 2 or 4 bytes, past the L1; 0 of no place.
+__device__ inline uint32_t peek_bits(const char* place, bool is_half) {
+  uint32_t word = 0;
+  if (place && !is_half) word = peek(*reinterpret_cast<const int32_t*>(place));
+  if (place && is_half) {
+    uint16_t bits;
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(bits) : "l"(place) : "memory");
+    word = bits;
+  }
+  return word;
 }
 
 template <typename Staged>
@@ -104,60 +113,62 @@ class HeadStep {
         warp_(__shfl_sync(~0u, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         slices_(params.scan.problem.geometry.head_dim / kSliceWidth),
-        row_index_(blockIdx.x / params.scan.problem.geometry.num_heads),
+        row_index_(__umulhi(blockIdx.x, params.inverse_heads)),
         head_(blockIdx.x - row_index_ * params.scan.problem.geometry.num_heads),
-        group_(head_ / params.heads_per_group) {}
+        group_(head_ * params.inverse_per_group >> 20) {}
+
+  __device__ void take_row() {
+    const int2 first = *reinterpret_cast<const int2*>(&plan_.slot);
+    const int4 second = *reinterpret_cast<const int4*>(&plan_.count);
+    slot_ = first.x, first_token_ = first.y;
+    count_ = second.x, history_ = second.y, flags_ = second.z, ring_row_ = second.w;
+  }
 
   __device__ void run() {
     if (warp_ < slices_ && lane_ == 0) init_barrier(full(), 1);
     bool early = static_cast<int>(blockIdx.x) < params_.early;
     if (!early) await_previous();
-    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word_of_lane(false).load();
+    if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = load(find_word(false));
     __syncthreads();
-    bool requests = early ? may_load_early() : is_live();
-    if (!early && !requests) return;
-    uint32_t phase = 0, now = 0;
+    take_row();
+    bool requests = may_load_early();
+    if (!early && !requests) {
+      if (!is_live()) return;
+      requests = true;
+    }
+    uint32_t phase = 0, word = 0;
     bool finite = true;
 #pragma unroll 1
     for (;;) {
       finite = true;
       if (requests) {
         const float delta = request_history();
-        if (!early) {
-          const Token token = find_token();
-          now = token.request();
-        }
-        await_requests();
-        __syncthreads();
+        if (!early) word = request_token(find_token(), find_word(true));
         if (warp_ > slices_) weigh(delta);
         if (folds()) {
+          await_requests();
           __syncthreads();
           if (warp_ < slices_) finite = fold(phase);
         }
       }
       if (!early) break;
-      Token token{};
-      if (requests) {
-        token = find_token();
-      } else {
-        token.word = word_of_lane(false);
-      }
+      const char *token = nullptr, *place = find_word(requests);
+      if (requests) token = find_token();
+      compute_now(token), compute_now(place);
       await_previous();
-      now = token.request();
-      const bool same = lane_ > kRowWords || now == row_.word[lane_];
-      if (requests && __all_sync(~0u, same)) {
-        await_requests();
-        __syncwarp();
-        break;
-      }
-      if (requests) {
-        await_requests();
-        if (warp_ < slices_) await(full(), phase);
+      word = request_token(token, place);
+      const bool same = lane_ > kRowWords || word == row_.word[lane_];
+      if (requests && __all_sync(~0u, same)) break;
+      await_requests();
+      if (requests && warp_ < slices_) {
+        await(full(), phase);
+        finish_stores_before_blocks();  // of a fold that was for nothing
         phase = 1;
       }
       __syncthreads();
-      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = now;
+      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word;
       __syncthreads();
+      take_row();
       if (!is_live()) return;
       requests = true, early = false;
     }
@@ -166,7 +177,7 @@ class HeadStep {
     } else if (warp_ == slices_) {
       multiply_records_by_token();
     } else {
-      discretise(now);
+      discretise(word);
     }
   }
 
@@ -180,6 +191,7 @@ class HeadStep {
   SharedRow& row_;
   const replayssm_plan_row& plan_;
   const int warp_, lane_, slices_, row_index_, head_, group_;
+  int slot_, first_token_, count_, history_, flags_, ring_row_;  // of the row
   __device__ Barrier* full() const { return reinterpret_cast<Barrier*>(shared_) + warp_; }
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared_ + offset); }
   __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared_ + offset); }
@@ -187,66 +199,73 @@ class HeadStep {
   __device__ Staged* slice_x() const { return reinterpret_cast<Staged*>(slice() + layout_.x); }
   __device__ Staged* token() const { return staged(layout_.token) + warp_ * N; }
 
-  // The words of the plan's row, then A_log, dt if the row is known, dt_bias and D.
-  __device__ Word word_of_lane(bool known) const {
-    const replayssm_scan_args& args = params_.scan.args;
-    if (lane_ < kRowWords) return Word(reinterpret_cast<const int32_t*>(params_.scan.planned + row_index_) + lane_);
-    if (lane_ == kRowWords) return Word(args.A_log, head_);
-    if (warp_ <= slices_) return Word();
-    if (lane_ == kRowWords + 1 && known) {
-      return Word(args.dt, plan_.first_token * args.dt.stride[0] + head_ * args.dt.stride[1]);
+  // Of a lane: a word of the plan's row, A_log, or, in the last warp if the row is known, of dt, dt_bias and D.
+  __device__ const char* find_word(bool known) const {
+    const char* place = reinterpret_cast<const char*>(params_.scan.planned + row_index_) + lane_ * 4;
+    if (lane_ >= kRowWords) {
+      place = nullptr;
+      if (lane_ == kRowWords || (known && warp_ > slices_ && lane_ < kRowWords + 4)) {
+        const Word& word = params_.words[lane_ - kRowWords];
+        if (word.base) place = word.base + first_token_ * word.of_token + head_ * word.of_head;
+      }
     }
-    if (lane_ == kRowWords + 2) return Word(args.dt_bias, head_);
-    return lane_ == kRowWords + 3 ? Word(args.D, head_) : Word();
+    return place;
+  }
+  __device__ uint32_t load(const char* place) const {
+    return peek_bits(place, lane_ >= kRowWords && params_.words[lane_ % 4].is_half);
   }
   __device__ bool is_live() const {
     const replayssm_scan_args& args = params_.scan.args;
     return admit(plan_, row_index_, args.num_tokens, args.max_count, params_.scan.problem.config.window, false,
                  params_.scan.error, head_ == 0 && threadIdx.x == 0) &&
-           plan_.count > 0;
+           count_ > 0;
   }
   // Whether the row, which may be anything, is one whose history can be loaded before the kernel before has ended.
   __device__ bool may_load_early() const {
     const Problem& problem = params_.scan.problem;
-    return plan_.slot >= 0 && plan_.slot < params_.scan.num_slots && plan_.count == 1 && plan_.history >= 0 &&
-           plan_.history <= problem.config.window && plan_.ring_row >= 0 && plan_.ring_row < problem.ring_rows &&
-           plan_.first_token >= 0 && plan_.first_token < params_.scan.args.num_tokens &&
-           !(plan_.flags & REPLAYSSM_ROW_SNAPSHOT) && !((plan_.flags & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
+    return below(slot_, params_.scan.num_slots) & below(history_, problem.config.window + 1) &
+           below(ring_row_, problem.ring_rows) & (count_ == 1) & (first_token_ >= 0) &
+           (first_token_ < params_.scan.args.num_tokens) & !(flags_ & REPLAYSSM_ROW_SNAPSHOT) &
+           !((flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
+  }
+  __device__ static bool below(int value, int limit) {
+    return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
   }
   __device__ int records() const {
-    return (plan_.flags & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed ? 0 : plan_.history;
+    return (flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed ? 0 : history_;
   }
   __device__ bool stored_before() const {
-    return !(plan_.flags & REPLAYSSM_ROW_EMPTY) || ((plan_.flags & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
+    return !(flags_ & REPLAYSSM_ROW_EMPTY) || ((flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
   }
-  __device__ bool folds() const { return (plan_.flags & REPLAYSSM_ROW_FLUSH) && !params_.scan.flushed; }
+  __device__ bool folds() const { return (flags_ & REPLAYSSM_ROW_FLUSH) && !params_.scan.flushed; }
 
   __device__ float rate() const {
     return -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype));
   }
 
   __device__ float* checkpoint() const {
-    return reinterpret_cast<float*>(section_of(params_.scan.layer.checkpoint, plan_.slot)) +
+    return reinterpret_cast<float*>(section_of(params_.scan.layer.checkpoint, slot_)) +
            (head_ * slices_ + warp_) * static_cast<int64_t>(kSliceWidth * N);
   }
   // Ring rows of the head's group: the new token's with record 0, the history's from record 1 on, newest first.
   __device__ int ring_row(int record) const {
-    return ring_position(plan_.ring_row, -record, params_.scan.problem.ring_rows);
+    const int row = ring_row_ - record;
+    return row < 0 ? row + params_.scan.problem.ring_rows : row;
   }
   __device__ int first_record() const {  // index of ring row 0 of the head, in [G,R,H/G]
     return group_ * params_.scan.problem.ring_rows * params_.heads_per_group + head_ - group_ * params_.heads_per_group;
   }
   __device__ Staged* x_ring() const {
-    return reinterpret_cast<Staged*>(section_of(params_.scan.layer.x_ring, plan_.slot)) +
+    return reinterpret_cast<Staged*>(section_of(params_.scan.layer.x_ring, slot_)) +
            (first_record() * slices_ + warp_) * kSliceWidth;
   }
   __device__ int x_stride() const { return params_.heads_per_group * slices_ * kSliceWidth; }
   __device__ Staged* b_ring() const {
-    return reinterpret_cast<Staged*>(section_of(params_.scan.layer.b_ring, plan_.slot)) +
+    return reinterpret_cast<Staged*>(section_of(params_.scan.layer.b_ring, slot_)) +
            group_ * params_.scan.problem.ring_rows * N;
   }
   __device__ float* delta_ring() const {
-    return reinterpret_cast<float*>(section_of(params_.scan.layer.delta_ring, plan_.slot)) + first_record();
+    return reinterpret_cast<float*>(section_of(params_.scan.layer.delta_ring, slot_)) + first_record();
   }
 
   // What steps before have left; the last warp's lanes get the deltas.
@@ -254,8 +273,6 @@ class HeadStep {
     const int h = records(), padded = round_up(h, 8);
     if (warp_ < slices_) {
       const bool stored = stored_before();
-      finish_stores_before_blocks();  // of a fold that was for nothing
-      __syncwarp();
       if (stored) State{slice(), lane_}.request(checkpoint(), full());
       const Staged* const ring = x_ring() + lane_ % 2 * 8;
       Staged* const x = slice_x() + lane_ % 2 * 8;
@@ -265,15 +282,17 @@ class HeadStep {
       }
       if (elect_lane()) arrive_expecting(full(), stored ? kSliceWidth * State::kRowBytes : 0);
     }
-    const Staged* const ring = b_ring() + threadIdx.x % 16 * 8;
-    Staged* const B = staged(layout_.b) + threadIdx.x % 16 * 8;
-#pragma unroll 1
-    for (int i = 1 + threadIdx.x / 16; i <= padded; i += blockDim.x / 16) {
-      request_16_bytes(B + i * kStride, ring + (i <= h ? ring_row(i) : 0) * N, i <= h);
+    if (warp_ == slices_) {
+      const Staged* const ring = b_ring() + lane_ % 16 * 8;
+      Staged* const B = staged(layout_.b) + lane_ % 16 * 8;
+#pragma unroll 4
+      for (int i = 1 + lane_ / 16; i <= padded; i += 2) {
+        request_16_bytes(B + i * kStride, ring + (i <= h ? ring_row(i) : 0) * N, i <= h);
+      }
     }
-    if (warp_ > slices_) {
+    if (warp_ > slices_ && lane_ < h) {
       const int32_t* const ring = reinterpret_cast<const int32_t*>(delta_ring());
-      if (lane_ < h) return __int_as_float(peek(ring[ring_row(1 + lane_) * params_.heads_per_group]));
+      return __int_as_float(peek(ring[ring_row(1 + lane_) * params_.heads_per_group]));
     }
     return 0.0f;
   }
@@ -289,44 +308,21 @@ class HeadStep {
     __syncwarp();
   }
 
-  // What a lane loads of the new token: a part of C, x of a slice or B, and its word.
-  struct Token {
-    const Staged* source;
-    Staged* target;
-    Word word;
-
-    // Returns the word.
-    __device__ uint32_t request() const {
-      if (source) request_16_bytes(target, source);
-      return word.load();
-    }
-  };
-  __device__ Token find_token() const {
-    const ScanParams& scan = params_.scan;
-    const replayssm_scan_args& args = scan.args;
-    const int part = lane_ % 16 * 8;
-    const int64_t first_token = plan_.first_token;
-    Token token{nullptr, nullptr, word_of_lane(true)};
-    if (warp_ > slices_) {
-    } else if (lane_ < 16) {
-      token.source =
-          static_cast<const Staged*>(args.C.data) + first_token * args.C.stride[0] + group_ * args.C.stride[1] + part;
-      token.target = this->token() + part;
-    } else if (warp_ == slices_) {
-      token.source = (scan.append ? static_cast<const Staged*>(args.B.data) + first_token * args.B.stride[0] +
-                                        group_ * args.B.stride[1]
-                                  : b_ring() + plan_.ring_row * N) +
-                     part;
-      token.target = staged(layout_.b) + part;
-    } else if (lane_ < 18) {
-      token.source = (scan.append ? static_cast<const Staged*>(args.x.data) + first_token * args.x.stride[0] +
-                                        head_ * args.x.stride[1] + warp_ * kSliceWidth
-                                  : x_ring() + plan_.ring_row * x_stride()) +
-                     part;
-      token.target = slice_x() + part;
-    }
-    compute_now(token.source), compute_now(token.target), compute_now(token.word.place);
-    return token;
+  // Of a lane: 16 bytes of the new token's C, x of a slice or B, if any.
+  __device__ const char* find_token() const {
+    const int parts = warp_ < slices_ ? 18 : warp_ == slices_ ? 32 : 0;
+    if (lane_ >= parts) return nullptr;
+    const int which = lane_ < 16 ? 0 : warp_ == slices_ ? 1 : 2;
+    return params_.places[which].find(slot_, ring_row_, first_token_, head_, group_) + lane_ % 16 * 16 +
+           (which == 2 ? warp_ * (kSliceWidth * 2) : 0);
+  }
+  // Requests it, and returns the lane's word.
+  __device__ uint32_t request_token(const char* token, const char* word) const {
+    char* const target = lane_ < 16          ? reinterpret_cast<char*>(this->token())
+                         : warp_ == slices_ ? reinterpret_cast<char*>(staged(layout_.b))
+                                            : reinterpret_cast<char*>(slice_x());
+    if (token) request_16_bytes(target + lane_ % 16 * 16, token);
+    return load(word);
   }
 
   // For the slices: what the new token and the history have to do with the new token, by B^T C.
@@ -334,6 +330,8 @@ class HeadStep {
     const int g = lane_ / 4, t = lane_ % 4, history = folds() ? 0 : records(), padded = round_up(history, 8);
     const Staged* const B = staged(layout_.b);
     float* const product = floats(layout_.product);
+    await_requests();
+    __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < 1 + padded; first += 16) {
       float sum[2][4] = {};
@@ -353,7 +351,7 @@ class HeadStep {
     __syncthreads();
     if (params_.scan.append && head_ % params_.heads_per_group == 0 && lane_ >= 16) {
       const int part = lane_ % 16 * 8;
-      *reinterpret_cast<uint4*>(b_ring() + plan_.ring_row * N + part) = *reinterpret_cast<const uint4*>(B + part);
+      *reinterpret_cast<uint4*>(b_ring() + ring_row_ * N + part) = *reinterpret_cast<const uint4*>(B + part);
     }
   }
 
@@ -369,7 +367,7 @@ class HeadStep {
       row_.step = step, row_.skip = skip;
     }
     __syncthreads();
-    if (lane_ == 0) delta_ring()[plan_.ring_row * params_.heads_per_group] = step;
+    if (lane_ == 0) delta_ring()[ring_row_ * params_.heads_per_group] = step;
   }
 
   // S <- S with the records folded, for a slice.
@@ -402,6 +400,8 @@ class HeadStep {
       if (!finite_fold) owner().report_not_finite();
       state.store(checkpoint());
     }
+    await_requests();
+    __syncwarp();
     if (fold || stored_before()) state.multiply(token(), params_.tf32_mask, y);
     if (!fold) {
       const float decay = row_.decay;
@@ -410,7 +410,7 @@ class HeadStep {
     }
     if (scan.append && lane_ >= 16 && lane_ < 18) {
       const int part = lane_ % 16 * 8;
-      *reinterpret_cast<uint4*>(x_ring() + plan_.ring_row * x_stride() + part) =
+      *reinterpret_cast<uint4*>(x_ring() + ring_row_ * x_stride() + part) =
           *reinterpret_cast<const uint4*>(slice_x() + part);
     }
     __syncthreads();  // the weights are there
@@ -435,7 +435,7 @@ class HeadStep {
     if (!finite) y[0] = fmaf(u, pair.x, y[0]), y[2] = fmaf(u, pair.y, y[2]);
     if (own) {
       Staged* const target = static_cast<Staged*>(args.out.data) +
-                             static_cast<int64_t>(plan_.first_token) * args.out.stride[0] +
+                             static_cast<int64_t>(first_token_) * args.out.stride[0] +
                              head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row;
       if (params_.paired) {
         *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[0], y[2]);
@@ -471,7 +471,8 @@ bool has_step_head(const ScanParams& params, int32_t rows) {
     return given ? atoi(given) : 2;
   }();
   const int64_t ctas = static_cast<int64_t>(rows) * problem.geometry.num_heads;
-  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && args.max_count == 1 &&
+  const int heads = problem.geometry.num_heads;
+  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && heads >= 2 && heads < 1024 && args.max_count == 1 &&
          problem.config.window <= kMaxHistory && params.x_aligned && params.b_aligned && params.c_aligned &&
          HeadLayout(problem.config.window, problem.geometry.head_dim / kSliceWidth).bytes <= kSharedLimit &&
          ctas <= most * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
@@ -484,6 +485,32 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
   params.scan = scan;
   params.heads_per_group = problem.geometry.num_heads / problem.geometry.num_groups;
   const int slices = problem.geometry.head_dim / kSliceWidth;
+  params.inverse_heads = 0xffffffffu / problem.geometry.num_heads + 1;
+  params.inverse_per_group = ((1 << 20) + params.heads_per_group - 1) / params.heads_per_group;
+  const replayssm_scan_args& args = scan.args;
+  const int row_bytes = problem.geometry.head_dim * 2, ring_rows = problem.ring_rows;
+  params.places[0] = {static_cast<const char*>(args.C.data), 0, 0, args.C.stride[0] * 2, 0,
+              static_cast<int32_t>(args.C.stride[1] * 2)};
+  if (scan.append) {
+    params.places[1] = {static_cast<const char*>(args.B.data), 0, 0, args.B.stride[0] * 2, 0,
+                static_cast<int32_t>(args.B.stride[1] * 2)};
+    params.places[2] = {static_cast<const char*>(args.x.data), 0, 0, args.x.stride[0] * 2,
+                static_cast<int32_t>(args.x.stride[1] * 2), 0};
+  } else {
+    params.places[1] = {static_cast<const char*>(scan.layer.b_ring.base), scan.layer.b_ring.slot_stride, kMaxStateDim * 2, 0, 0,
+                ring_rows * kMaxStateDim * 2};
+    params.places[2] = {static_cast<const char*>(scan.layer.x_ring.base), scan.layer.x_ring.slot_stride,
+                params.heads_per_group * row_bytes, 0, row_bytes, (ring_rows - 1) * params.heads_per_group * row_bytes};
+  }
+  auto word_of = [](const replayssm_tensor& tensor, int64_t of_token, int64_t of_head) {
+    const int size = tensor.dtype == REPLAYSSM_FP32 ? 4 : 2;
+    return Word{static_cast<const char*>(tensor.data), of_token * size, static_cast<int32_t>(of_head * size),
+                size == 2};
+  };
+  params.words[0] = word_of(args.A_log, 0, 1);
+  params.words[1] = word_of(args.dt, args.dt.stride[0], args.dt.stride[1]);
+  params.words[2] = word_of(args.dt_bias, 0, 1);
+  params.words[3] = word_of(args.D, 0, 1);
   params.layout = HeadLayout(problem.config.window, slices);
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
