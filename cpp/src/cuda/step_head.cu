@@ -113,7 +113,7 @@ class HeadStep {
         warp_(__shfl_sync(~0u, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         slices_(params.scan.problem.geometry.head_dim / kSliceWidth),
-        row_index_(__umulhi(blockIdx.x, params.inverse_heads)),
+        row_index_(static_cast<int>(uint64_t{blockIdx.x} * params.inverse_heads >> 32)),
         head_(blockIdx.x - row_index_ * params.scan.problem.geometry.num_heads),
         group_(head_ * params.inverse_per_group >> 20) {}
 
