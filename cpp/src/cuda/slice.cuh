@@ -156,6 +156,62 @@ struct Slice {
   }
 };
 
+constexpr int kTile = 8;  // tokens in a product
+
+// B^T C of `count` records and T tokens, rows g_stride apart: 16 records by 8 tokens at a time; rows and columns beyond
+// the last repeat it, but rows from `count` to a multiple of 8 records of history are zeros.
+template <typename Staged>
+__device__ inline void multiply_all_records(const Staged* B, int count, int padded_count, const Staged* C, int T,
+                                            int g_stride, int lane, float* products) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int first = 0; first < padded_count; first += 16) {
+#pragma unroll 1
+    for (int token = 0; token < T; token += kTile) {
+      float sum[2][4] = {};
+      multiply_records(B, first, count, C, token, T, g, t, sum);
+      float* const target = products + (first + g) * g_stride + token + 2 * t;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<float2*>(target + 8 * half * g_stride) =
+            first + g + 8 * half < count
+                ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
+                : make_float2(0.0f, 0.0f);
+      }
+    }
+  }
+}
+
+// For half a warp: exp(f_s) and u_rs of a head's tokens, of which a lane has token s, if it exists, and its delta. A, D:
+// of the head. await_products() returns when B^T C may be read.
+template <typename Await>
+__device__ inline void weigh_tokens(float A, float D, float step, bool exists, int s, int T, int g_stride,
+                                    float* token_decay, const float* products, float* u, Await&& await_products) {
+  const float log_decay = __fmul_rn(A, step);
+  float sum = log_decay;  // up to this token
+  if (T > 1) {
+#pragma unroll
+    for (int distance = 1; distance < 16; distance *= 2) {
+      const float other = __shfl_up_sync(~0u, sum, distance, 16);
+      if (s >= distance) sum = __fadd_rn(sum, other);
+    }
+  }
+  if (exists) token_decay[s] = expf(sum);
+  await_products();
+  float exponent = 0.0f;
+#pragma unroll 1
+  for (int back = 0; back < T; ++back) {
+    const float step_r = __shfl_up_sync(~0u, step, back, 16);
+    const float log_decay_r = __shfl_up_sync(~0u, log_decay, back, 16);
+    if (exists && s >= back) {
+      const int entry = (s - back) * g_stride + s;
+      const float weight = __fmul_rn(step_r, expf(exponent));
+      u[entry] = fmaf(weight, products[entry], back == 0 ? D : 0.0f);
+      exponent = __fadd_rn(exponent, log_decay_r);
+    }
+  }
+}
+
 // y += values (weight), for a pair of rows: a product of 8 terms, values exact in TF32, weights split.
 __device__ inline void add_weighed(float (&y)[4], const float (&values)[4], const float (&weight)[2], uint32_t mask) {
   float high[2], low[2];
@@ -163,6 +219,66 @@ __device__ inline void add_weighed(float (&y)[4], const float (&values)[4], cons
   multiply_tf32(y, values, low);
   multiply_tf32(y, values, high);
 }
+
+// What a slice's outputs sum beside S C. Lane (g, t) has tokens 2t and 2t + 1 from `first` on, of a pair of rows.
+template <typename Staged>
+struct TokenSums {
+  const Staged* x;                   // the lane's rows, of the new tokens, then of the history
+  const float *v, *products, *u;     // of the head
+  const float* token_decay;
+  int T, g_stride, lane;
+  uint32_t mask;
+
+  __device__ void add_history(int first, int history, float (&y)[4]) const {
+    const int g = lane / 4, t = lane % 4;
+    const Staged* const old_x = x + T * kSliceWidth;
+    const float *const weights = v + t, *const product = products + (T + t) * g_stride + first + g;
+#pragma unroll 1
+    for (int i = 0; i < history; i += 8) {
+      const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
+      const float2 x1 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
+      const float values[4] = {x0.x, x0.y, x1.x, x1.y};
+      const float weight[2] = {weights[i] * product[i * g_stride], weights[i + 4] * product[(i + 4) * g_stride]};
+      add_weighed(y, values, weight, mask);
+    }
+  }
+
+  // Scales by the tokens' decays, and adds the new tokens.
+  __device__ void add_tokens(int first, float (&y)[4]) const {
+    const int g = lane / 4, t = lane % 4, s = first + 2 * t;
+    const float2 since = *reinterpret_cast<const float2*>(token_decay + s);
+    y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
+    bool finite = true;
+#pragma unroll 1
+    for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = r + 4 * i < T ? *reinterpret_cast<const uint32_t*>(x + (r + 4 * i) * kSliceWidth) : 0;
+        const bool word_finite = is_finite<Staged>(word);
+        finite = finite && word_finite;
+        const float2 pair = unpack_pair<Staged>(word_finite ? word : 0);
+        values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+      }
+      const float weight[2] = {u[r * g_stride + first + g], u[(r + 4) * g_stride + first + g]};
+      add_weighed(y, values, weight, mask);
+    }
+    if (!__all_sync(~0u, finite)) add_not_finite(min(first + kTile, T), s, y);
+  }
+
+  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity.
+  __device__ void add_not_finite(int count, int s, float (&y)[4]) const {
+#pragma unroll 1
+    for (int r = 0; r < count; ++r) {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(x + r * kSliceWidth);
+      if (is_finite<Staged>(word)) continue;
+      const float2 pair = unpack_pair<Staged>(word);
+      const float2 weight = *reinterpret_cast<const float2*>(u + s + r * g_stride);
+      if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
+      if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
+    }
+  }
+};
 
 }  // namespace
 }  // namespace cuda

@@ -55,7 +55,6 @@ constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
 #endif
-constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = 4;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
 constexpr int kTailJobs = 2;  // of a CTA that begins late
@@ -482,7 +481,6 @@ struct Cta {
     }
     const int R = params.scan.problem.ring_rows;
     const int T = tokens_of(job.tokens), history = job.fold ? 0 : job.h;
-    const int g = lane / 4, t = lane % 4;
     const int part_row = lane / kParts, part_column = lane % kParts * 8;
     Staged* const B = staged(buffer, layout.b);
     Staged* const C = staged(buffer, layout.c);
@@ -505,25 +503,7 @@ struct Cta {
     __syncwarp();
     if (lane == 0) arrive(known + buffer);
 
-    // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
-    // zeros up to a multiple of 8 records.
-    const int count = T + history, padded_count = T + round_up(history, 8);
-#pragma unroll 1
-    for (int first = 0; first < padded_count; first += 16) {
-#pragma unroll 1
-      for (int token = 0; token < T; token += kTile) {
-        float sum[2][4] = {};
-        multiply_records(B, first, count, C, token, T, g, t, sum);
-        float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-              first + g + 8 * half < count
-                  ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                  : make_float2(0.0f, 0.0f);
-        }
-      }
-    }
+    multiply_all_records(B, T + history, T + round_up(history, 8), C, T, layout.g_stride, lane, products);
     __syncwarp();
     if (lane == 0) arrive(multiplied + buffer);
   }
@@ -609,29 +589,10 @@ struct Cta {
         step = discretised_step(bits_to_float(inputs.dt[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
         inputs.delta_ring[ring_position(inputs.ring_row, s, R) * params.heads_per_group + k] = step;
       }
-      const float log_decay = __fmul_rn(A, step);
-      float sum = log_decay;  // up to this token
-      if (T > 1) {
-#pragma unroll
-        for (int distance = 1; distance < 16; distance *= 2) {
-          const float other = __shfl_up_sync(~0u, sum, distance, 16);
-          if (s >= distance) sum = __fadd_rn(sum, other);
-        }
-      }
-      if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
-      if (pass == 0) await(multiplied + buffer, phase);
-      float exponent = 0.0f;
-#pragma unroll 1
-      for (int back = 0; back < T; ++back) {
-        const float step_r = __shfl_up_sync(~0u, step, back, 16);
-        const float log_decay_r = __shfl_up_sync(~0u, log_decay, back, 16);
-        if (exists && s >= back) {
-          const int entry = (s - back) * layout.g_stride + s;
-          const float weight = __fmul_rn(step_r, expf(exponent));
-          u[k * layout.u_stride + entry] = fmaf(weight, products[entry], back == 0 ? D : 0.0f);
-          exponent = __fadd_rn(exponent, log_decay_r);
-        }
-      }
+      weigh_tokens(A, D, step, exists, s, T, layout.g_stride,
+                   floats(buffer, layout.token_decay) + k * layout.g_stride, products, u + k * layout.u_stride, [&] {
+                     if (pass == 0) await(multiplied + buffer, phase);
+                   });
     }
     __syncwarp();
     if (lane == 0) arrive(ready + buffer);
@@ -650,20 +611,6 @@ struct Cta {
           if (newest) before = last;
           finish_weights<kHistory, kTokens>(before, buffer, phase);
         });
-  }
-
-  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of
-  // rows.
-  __device__ void add_not_finite(const Staged* x, const float* weights, int count, int s, float (&y)[4]) const {
-#pragma unroll 1
-    for (int r = 0; r < count; ++r) {
-      const uint32_t word = *reinterpret_cast<const uint32_t*>(x + r * kSliceWidth);
-      if (is_finite<Staged>(word)) continue;
-      const float2 pair = unpack_pair<Staged>(word);
-      const float2 weight = *reinterpret_cast<const float2*>(weights + r * layout.g_stride);
-      if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-      if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
-    }
   }
 
   // ---- consumers: slice after slice ----
@@ -697,7 +644,16 @@ struct Cta {
           const Staged* const new_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
           const Staged* const old_x = new_x + T * kSliceWidth;
           const State state{source, lane};
-          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
+          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride;
+          const TokenSums<Staged> sums{new_x,
+                                       weights,
+                                       products,
+                                       floats(buffer, layout.u) + local_head * layout.u_stride,
+                                       floats(buffer, layout.token_decay) + local_head * layout.g_stride,
+                                       T,
+                                       layout.g_stride,
+                                       lane,
+                                       params.tf32_mask};
           await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
           await(full + stage, phase);
           if (lane < 2 * T && params.scan.append) {
@@ -713,7 +669,7 @@ struct Cta {
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
             const bool finite = state.fold(owner, slice * kSliceWidth, old_x, staged(buffer, layout.b) + T * kStride,
-                                           weights - t, floats(buffer, layout.decay)[local_head], job.h,
+                                           weights, floats(buffer, layout.decay)[local_head], job.h,
                                            params.tf32_mask);
             if (!finite) owner.report_not_finite();
             state.store(checkpoint);
@@ -730,41 +686,9 @@ struct Cta {
 #pragma unroll
               for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
             }
-            const float* const product = products + (T + t) * layout.g_stride + first + g;
-#pragma unroll 1
-            for (int i = 0; i < history; i += 8) {
-              const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
-              const float2 x1 =
-                  unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
-              const float values[4] = {x0.x, x0.y, x1.x, x1.y};
-              const float weight[2] = {weights[i] * product[i * layout.g_stride],
-                                       weights[i + 4] * product[(i + 4) * layout.g_stride]};
-              add_weighed(y, values, weight, params.tf32_mask);
-            }
-
+            sums.add_history(first, history, y);
+            sums.add_tokens(first, y);
             const int s = first + 2 * t;
-            const float2 since =
-                *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) + local_head * layout.g_stride + s);
-            y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride;
-            bool finite = true;
-#pragma unroll 1
-            for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
-              float values[4];
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                const uint32_t word =
-                    r + 4 * i < T ? *reinterpret_cast<const uint32_t*>(new_x + (r + 4 * i) * kSliceWidth) : 0;
-                const bool word_finite = is_finite<Staged>(word);
-                finite = finite && word_finite;
-                const float2 pair = unpack_pair<Staged>(word_finite ? word : 0);
-                values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
-              }
-              const float weight[2] = {new_weights[r * layout.g_stride + first + g],
-                                       new_weights[(r + 4) * layout.g_stride + first + g]};
-              add_weighed(y, values, weight, params.tf32_mask);
-            }
-            if (!__all_sync(~0u, finite)) add_not_finite(new_x, new_weights + s, min(first + kTile, T), s, y);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               if (s + i >= T) continue;
