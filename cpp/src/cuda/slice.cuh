@@ -182,8 +182,8 @@ __device__ inline void multiply_all_records(const Staged* B, int count, int padd
   }
 }
 
-// For half a warp: exp(f_s) and u_rs of a head's tokens, of which a lane has token s, if it exists, and its delta. A, D:
-// of the head. await_products() returns when B^T C may be read.
+// For half a warp: exp(f_s) and u_rs of a head's tokens, of which a lane has token s, if it exists, and its delta. A,
+// D: of the head. await_products() returns when B^T C may be read.
 template <typename Await>
 __device__ inline void weigh_tokens(float A, float D, float step, bool exists, int s, int T, int g_stride,
                                     float* token_decay, const float* products, float* u, Await&& await_products) {
@@ -223,8 +223,8 @@ __device__ inline void add_weighed(float (&y)[4], const float (&values)[4], cons
 // What a slice's outputs sum beside S C. Lane (g, t) has tokens 2t and 2t + 1 from `first` on, of a pair of rows.
 template <typename Staged>
 struct TokenSums {
-  const Staged* x;                   // the lane's rows, of the new tokens, then of the history
-  const float *v, *products, *u;     // of the head
+  const Staged* x;                // the lane's rows, of the new tokens, then of the history
+  const float *v, *products, *u;  // of the head
   const float* token_decay;
   int T, g_stride, lane;
   uint32_t mask;

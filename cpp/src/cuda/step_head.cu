@@ -22,26 +22,30 @@ constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
 
 // The shared memory of a CTA; offsets in bytes. Records of B and x are the new token, then the history, newest first.
 struct HeadLayout {
-  int row;              // the plan's, and the bits of A_log
-  int weight, product;  // of the history: as in a flush, and B^T C
-  int delta;
-  int token;    // 16-bit rows of C, one a warp
+  int g_stride;         // of a record of B^T C and of u
+  int row;              // SharedRow
+  int weight, product;  // of the history: as in a flush, and B^T C; of several tokens this of all records
+  int u, token_decay, delta;
+  int token;    // rows of C: of one token a copy a warp, else kStride apart
   int b;        // records kStride apart
-  int slices;   // of each the state, then x [1 + window][16]
+  int slices;   // of each the state, then x [tokens + window][16]
   int x, step;  // in a slice; from slice to slice
   int bytes;
 
   HeadLayout() = default;
-  __host__ __device__ constexpr HeadLayout(int window, int num_slices)
-      : row(kMaxSlices * 8),
+  __host__ __device__ constexpr HeadLayout(int window, int tokens, int num_slices)
+      : g_stride(round_up(tokens, kTile)),
+        row(kMaxSlices * 8),
         weight(row + 128),
         product(weight + round_up(window, 32) * 4),
-        delta(product + round_up(window, 32) * 4),
+        u(product + (tokens == 1 ? round_up(window, 32) : round_up(tokens + round_up(window, 8), 16) * g_stride) * 4),
+        token_decay(u + (tokens == 1 ? 0 : g_stride * g_stride) * 4),
+        delta(token_decay + (tokens == 1 ? 0 : g_stride) * 4),
         token(round_up(delta + window * 4, 16)),
-        b(token + (num_slices + 1) * kMaxStateDim * 2),
-        slices(round_up(b + (1 + round_up(window, 8)) * kStride * 2, 128)),
+        b(token + (tokens == 1 ? (num_slices + 1) * kMaxStateDim : tokens * kStride) * 2),
+        slices(round_up(b + (tokens + round_up(window, 8)) * kStride * 2, 128)),
         x(Slice<float>::kBytes),
-        step(round_up(x + (1 + round_up(window, 8)) * kSliceWidth * 2, 128)),
+        step(round_up(x + (tokens + round_up(window, 8)) * kSliceWidth * 2, 128)),
         bytes(slices + num_slices * step) {}
 };
 
@@ -49,7 +53,7 @@ struct HeadLayout {
 struct Place {
   const char* base;
   int64_t of_slot, of_ring_row, of_token;
-  int32_t of_head, of_group;
+  int64_t of_head, of_group;
 
   __device__ const char* find(int slot, int ring_row, int token, int head, int group) const {
     return base + slot * of_slot + ring_row * of_ring_row + token * of_token + head * of_head + group * of_group;
@@ -57,8 +61,7 @@ struct Place {
 };
 struct Word {
   const char* base;  // NULL: 0
-  int64_t of_token;
-  int32_t of_head;
+  int64_t of_token, of_head;
   bool is_half;
 };
 
@@ -68,8 +71,8 @@ struct HeadParams {
   uint32_t inverse_heads;  // of the problem's, times 2^32
   int inverse_per_group;   // times 2^20
   HeadLayout layout;
-  Place places[3];  // of C, B and x
-  Word words[4];  // A_log, dt, dt_bias, D
+  Place places[3];     // of C, B and x
+  Word words[4];       // A_log, dt, dt_bias, D
   int early;           // CTAs that begin before the kernel before has ended
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
@@ -101,7 +104,7 @@ __device__ inline uint32_t peek_bits(const char* place, bool is_half) {
   return word;
 }
 
-template <typename Staged>
+template <typename Staged, bool kOneToken>
 class HeadStep {
  public:
   __device__ HeadStep(const HeadParams& params, char* shared)
@@ -136,14 +139,15 @@ class HeadStep {
       if (!is_live()) return;
       requests = true;
     }
-    uint32_t phase = 0, word = 0;
+    uint32_t phase = 0;
+    Loaded loaded{};
     bool finite = true;
 #pragma unroll 1
     for (;;) {
       finite = true;
       if (requests) {
         const float delta = request_history();
-        if (!early) word = request_token(find_token(), find_word(true));
+        if (!early) loaded = request_tokens(find_token(), find_word(true));
         if (warp_ > slices_) weigh(delta);
         if (folds()) {
           await_requests();
@@ -153,11 +157,15 @@ class HeadStep {
       }
       if (!early) break;
       const char *token = nullptr, *place = find_word(requests);
-      if (requests) token = find_token();
+      if (kOneToken && requests) token = find_token();
       compute_now(token), compute_now(place);
       await_previous();
-      word = request_token(token, place);
-      const bool same = lane_ > kRowWords || word == row_.word[lane_];
+      if (requests) {
+        loaded = request_tokens(token, place);
+      } else {
+        loaded.word = load(place);
+      }
+      const bool same = lane_ > kRowWords || loaded.word == row_.word[lane_];
       if (requests && __all_sync(~0u, same)) break;
       await_requests();
       if (requests && warp_ < slices_) {
@@ -166,18 +174,30 @@ class HeadStep {
         phase = 1;
       }
       __syncthreads();
-      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = word;
+      if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = loaded.word;
       __syncthreads();
       take_row();
       if (!is_live()) return;
       requests = true, early = false;
     }
-    if (warp_ < slices_) {
-      compute(phase, finite);
-    } else if (warp_ == slices_) {
-      multiply_records_by_token();
+    if constexpr (kOneToken) {
+      if (warp_ < slices_) {
+        compute(phase, finite);
+      } else if (warp_ == slices_) {
+        multiply_records_by_token();
+      } else {
+        discretise(loaded.word);
+      }
     } else {
-      discretise(word);
+      await_requests();
+      __syncthreads();
+      if (warp_ < slices_) {
+        compute_tokens(phase, finite);
+      } else if (warp_ == slices_) {
+        multiply_records_by_tokens();
+      } else {
+        discretise_tokens(loaded);
+      }
     }
   }
 
@@ -200,6 +220,9 @@ class HeadStep {
   __device__ Staged* token() const { return staged(layout_.token) + warp_ * N; }
 
   // Of a lane: a word of the plan's row, A_log, or, in the last warp if the row is known, of dt, dt_bias and D.
+  struct Loaded {
+    uint32_t word, dt;  // dt: of several tokens
+  };
   __device__ const char* find_word(bool known) const {
     const char* place = reinterpret_cast<const char*>(params_.scan.planned + row_index_) + lane_ * 4;
     if (lane_ >= kRowWords) {
@@ -224,32 +247,33 @@ class HeadStep {
   __device__ bool may_load_early() const {
     const Problem& problem = params_.scan.problem;
     return below(slot_, params_.scan.num_slots) & below(history_, problem.config.window + 1) &
-           below(ring_row_, problem.ring_rows) & (count_ == 1) & (first_token_ >= 0) &
-           (first_token_ < params_.scan.args.num_tokens) & !(flags_ & REPLAYSSM_ROW_SNAPSHOT) &
+           below(ring_row_, problem.ring_rows) & below(count_ - 1, params_.scan.args.max_count) & (first_token_ >= 0) &
+           (first_token_ + int64_t{tokens()} <= params_.scan.args.num_tokens) & !(flags_ & REPLAYSSM_ROW_SNAPSHOT) &
            !((flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
   }
   __device__ static bool below(int value, int limit) {
     return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
   }
-  __device__ int records() const {
-    return (flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed ? 0 : history_;
-  }
+  __device__ int records() const { return (flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed ? 0 : history_; }
   __device__ bool stored_before() const {
     return !(flags_ & REPLAYSSM_ROW_EMPTY) || ((flags_ & REPLAYSSM_ROW_FLUSH) && params_.scan.flushed);
   }
   __device__ bool folds() const { return (flags_ & REPLAYSSM_ROW_FLUSH) && !params_.scan.flushed; }
 
-  __device__ float rate() const {
-    return -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype));
-  }
+  __device__ float rate() const { return -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype)); }
 
   __device__ float* checkpoint() const {
     return reinterpret_cast<float*>(section_of(params_.scan.layer.checkpoint, slot_)) +
            (head_ * slices_ + warp_) * static_cast<int64_t>(kSliceWidth * N);
   }
-  // Ring rows of the head's group: the new token's with record 0, the history's from record 1 on, newest first.
-  __device__ int ring_row(int record) const {
-    const int row = ring_row_ - record;
+  __device__ int tokens() const { return kOneToken ? 1 : count_; }
+  // Ring rows of the head's group: of the new tokens' records, and of the history's, newest first.
+  __device__ int new_row(int token) const {
+    const int row = ring_row_ + token, rows = params_.scan.problem.ring_rows;
+    return row < rows ? row : row - rows;
+  }
+  __device__ int old_row(int record) const {
+    const int row = ring_row_ - 1 - record;
     return row < 0 ? row + params_.scan.problem.ring_rows : row;
   }
   __device__ int first_record() const {  // index of ring row 0 of the head, in [G,R,H/G]
@@ -275,24 +299,24 @@ class HeadStep {
       const bool stored = stored_before();
       if (stored) State{slice(), lane_}.request(checkpoint(), full());
       const Staged* const ring = x_ring() + lane_ % 2 * 8;
-      Staged* const x = slice_x() + lane_ % 2 * 8;
+      Staged* const x = slice_x() + tokens() * kSliceWidth + lane_ % 2 * 8;
 #pragma unroll 1
-      for (int i = 1 + lane_ / 2; i <= padded; i += 16) {
-        request_16_bytes(x + i * kSliceWidth, ring + (i <= h ? ring_row(i) : 0) * x_stride(), i <= h);
+      for (int i = lane_ / 2; i < padded; i += 16) {
+        request_16_bytes(x + i * kSliceWidth, ring + (i < h ? old_row(i) : 0) * x_stride(), i < h);
       }
       if (elect_lane()) arrive_expecting(full(), stored ? kSliceWidth * State::kRowBytes : 0);
     }
     if (warp_ == slices_) {
       const Staged* const ring = b_ring() + lane_ % 16 * 8;
-      Staged* const B = staged(layout_.b) + lane_ % 16 * 8;
+      Staged* const B = staged(layout_.b) + tokens() * kStride + lane_ % 16 * 8;
 #pragma unroll 4
-      for (int i = 1 + lane_ / 16; i <= padded; i += 2) {
-        request_16_bytes(B + i * kStride, ring + (i <= h ? ring_row(i) : 0) * N, i <= h);
+      for (int i = lane_ / 16; i < padded; i += 2) {
+        request_16_bytes(B + i * kStride, ring + (i < h ? old_row(i) : 0) * N, i < h);
       }
     }
     if (warp_ > slices_ && lane_ < h) {
       const int32_t* const ring = reinterpret_cast<const int32_t*>(delta_ring());
-      return __int_as_float(peek(ring[ring_row(1 + lane_) * params_.heads_per_group]));
+      return __int_as_float(peek(ring[old_row(lane_) * params_.heads_per_group]));
     }
     return 0.0f;
   }
@@ -316,13 +340,49 @@ class HeadStep {
     return params_.places[which].find(slot_, ring_row_, first_token_, head_, group_) + lane_ % 16 * 16 +
            (which == 2 ? warp_ * (kSliceWidth * 2) : 0);
   }
-  // Requests it, and returns the lane's word.
-  __device__ uint32_t request_token(const char* token, const char* word) const {
-    char* const target = lane_ < 16          ? reinterpret_cast<char*>(this->token())
-                         : warp_ == slices_ ? reinterpret_cast<char*>(staged(layout_.b))
-                                            : reinterpret_cast<char*>(slice_x());
-    if (token) request_16_bytes(target + lane_ % 16 * 16, token);
-    return load(word);
+  // Requests it, or all of several tokens, and returns the lane's word.
+  __device__ Loaded request_tokens(const char* token, const char* word) const {
+    Loaded loaded{};
+    if constexpr (kOneToken) {
+      char* const target = lane_ < 16         ? reinterpret_cast<char*>(this->token())
+                           : warp_ == slices_ ? reinterpret_cast<char*>(staged(layout_.b))
+                                              : reinterpret_cast<char*>(slice_x());
+      if (token) request_16_bytes(target + lane_ % 16 * 16, token);
+    } else {
+      const int T = tokens(), part = lane_ % 16 * 8;
+#pragma unroll 1
+      for (int i = threadIdx.x / 16; i < T; i += blockDim.x / 16) {
+        request_16_bytes(staged(layout_.token) + i * kStride + part,
+                         params_.places[0].find(slot_, 0, first_token_ + i, head_, group_) + part * 2);
+      }
+      if (warp_ < slices_) {
+        const int i = lane_ / 2, half = lane_ % 2 * 8;
+        if (i < T) {
+          request_16_bytes(slice_x() + i * kSliceWidth + half,
+                           params_.places[2].find(slot_, new_row(i), first_token_ + i, head_, group_) +
+                               (warp_ * kSliceWidth + half) * 2);
+        }
+      } else if (warp_ == slices_) {
+#pragma unroll 1
+        for (int i = lane_ / 16; i < T; i += 2) {
+          request_16_bytes(staged(layout_.b) + i * kStride + part,
+                           params_.places[1].find(slot_, new_row(i), first_token_ + i, head_, group_) + part * 2);
+        }
+      } else {
+        const replayssm_tensor& dt = params_.scan.args.dt;
+        if (lane_ < T) {
+          loaded.dt =
+              load_bits(dt.data, dt.dtype, (first_token_ + int64_t{lane_}) * dt.stride[0] + head_ * dt.stride[1]);
+        }
+        float* const u = floats(layout_.u);  // zero where a token would come before its record
+#pragma unroll 1
+        for (int i = 4 * lane_; i < layout_.g_stride * layout_.g_stride; i += 128) {
+          *reinterpret_cast<float4*>(u + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      }
+    }
+    loaded.word = load(word);
+    return loaded;
   }
 
   // For the slices: what the new token and the history have to do with the new token, by B^T C.
@@ -370,13 +430,43 @@ class HeadStep {
     if (lane_ == 0) delta_ring()[ring_row_ * params_.heads_per_group] = step;
   }
 
+  // Both for several tokens. The barriers: B^T C is there; the weights are.
+  __device__ void multiply_records_by_tokens() const {
+    const int T = tokens(), history = folds() ? 0 : records(), part = lane_ % 16 * 8;
+    const Staged* const B = staged(layout_.b);
+    multiply_all_records(B, T + history, T + round_up(history, 8), staged(layout_.token), T, layout_.g_stride, lane_,
+                         floats(layout_.product));
+    __syncthreads();
+    if (params_.scan.append && head_ % params_.heads_per_group == 0) {
+#pragma unroll 1
+      for (int i = lane_ / 16; i < T; i += 2) {
+        *reinterpret_cast<uint4*>(b_ring() + new_row(i) * N + part) =
+            *reinterpret_cast<const uint4*>(B + i * kStride + part);
+      }
+    }
+    __syncthreads();
+  }
+  __device__ void discretise_tokens(const Loaded& loaded) const {
+    const replayssm_scan_args& args = params_.scan.args;
+    const float bias = bits_to_float(__shfl_sync(~0u, loaded.word, kRowWords + 2), args.dt_bias.dtype);
+    const float skip = bits_to_float(__shfl_sync(~0u, loaded.word, kRowWords + 3), args.D.dtype);
+    const int T = tokens();
+    const bool exists = lane_ < T;
+    const float step =
+        exists ? discretised_step(bits_to_float(loaded.dt, args.dt.dtype), bias, args.dt_min, args.dt_max) : 0.0f;
+    if (exists) delta_ring()[new_row(lane_) * params_.heads_per_group] = step;
+    weigh_tokens(rate(), skip, step, exists, lane_ % 16, T, layout_.g_stride, floats(layout_.token_decay),
+                 floats(layout_.product), floats(layout_.u), [] { __syncthreads(); });
+    __syncthreads();
+  }
+
   // S <- S with the records folded, for a slice.
   __device__ bool fold(uint32_t phase) const {
     const State state{slice(), lane_};
-    const Staged* const x = slice_x() + State::first_row(lane_);
+    const Staged* const x = slice_x() + tokens() * kSliceWidth + State::first_row(lane_);
     await(full(), phase);
     if (!stored_before()) state.clear();
-    const bool finite = state.fold(owner(), warp_ * kSliceWidth, x + kSliceWidth, staged(layout_.b) + kStride,
+    const bool finite = state.fold(owner(), warp_ * kSliceWidth, x, staged(layout_.b) + tokens() * kStride,
                                    floats(layout_.weight), row_.decay, records(), params_.tf32_mask);
     __syncwarp();
     return finite;
@@ -420,7 +510,8 @@ class HeadStep {
       const Staged* const record = x + (1 + i + t) * kSliceWidth;
       const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(record));
       const float2 x1 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(record + 4 * kSliceWidth));
-      const float values[4] = {x0.x, x0.y, x1.x, x1.y}, weight[2] = {weights[i] * product[i], weights[i + 4] * product[i + 4]};
+      const float values[4] = {x0.x, x0.y, x1.x, x1.y},
+                  weight[2] = {weights[i] * product[i], weights[i + 4] * product[i + 4]};
       add_weighed(y, values, weight, params_.tf32_mask);
     }
     const float since = row_.token_decay, u = fmaf(row_.step, row_.own, row_.skip);
@@ -433,32 +524,90 @@ class HeadStep {
     const float weight[2] = {own ? u : 0.0f, 0.0f};
     add_weighed(y, values, weight, params_.tf32_mask);
     if (!finite) y[0] = fmaf(u, pair.x, y[0]), y[2] = fmaf(u, pair.y, y[2]);
-    if (own) {
-      Staged* const target = static_cast<Staged*>(args.out.data) +
-                             static_cast<int64_t>(first_token_) * args.out.stride[0] +
-                             head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row;
-      if (params_.paired) {
-        *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[0], y[2]);
-      } else {
-        store_scalar(target, kDtypeOf<Staged>, 0, y[0]);
-        store_scalar(target, kDtypeOf<Staged>, 1, y[2]);
+    store_outputs(static_cast<Staged*>(args.out.data) + static_cast<int64_t>(first_token_) * args.out.stride[0] +
+                      head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row,
+                  2 * t, y);
+    if (fold) state.await_stored();
+  }
+
+  // A slice's outputs of several tokens.
+  __device__ void compute_tokens(uint32_t phase, bool finite_fold) const {
+    const ScanParams& scan = params_.scan;
+    const replayssm_scan_args& args = scan.args;
+    const int T = tokens(), g = lane_ / 4, t = lane_ % 4, own_row = State::first_row(lane_);
+    const bool fold = folds(), reads = fold || stored_before();
+    const State state{slice(), lane_};
+    const TokenSums<Staged> sums{slice_x() + own_row,
+                                 floats(layout_.weight),
+                                 floats(layout_.product),
+                                 floats(layout_.u),
+                                 floats(layout_.token_decay),
+                                 T,
+                                 layout_.g_stride,
+                                 lane_,
+                                 params_.tf32_mask};
+    Staged* const out = static_cast<Staged*>(args.out.data) + static_cast<int64_t>(first_token_) * args.out.stride[0] +
+                        head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row;
+    await(full(), phase);
+    if (fold) {
+      if (!finite_fold) owner().report_not_finite();
+      state.store(checkpoint());
+    }
+    if (scan.append && lane_ < 2 * T) {
+      const int half = lane_ % 2 * 8;
+      *reinterpret_cast<uint4*>(x_ring() + new_row(lane_ / 2) * x_stride() + half) =
+          *reinterpret_cast<const uint4*>(slice_x() + lane_ / 2 * kSliceWidth + half);
+    }
+#pragma unroll 1
+    for (int first = 0; first < T; first += kTile) {
+      float y[4] = {};
+      if (reads) state.multiply(staged(layout_.token) + min(first + g, T - 1) * kStride, params_.tf32_mask, y);
+      if (first == 0) __syncthreads();
+      if (!fold) {
+        const float decay = row_.decay;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
       }
+      sums.add_history(first, fold ? 0 : records(), y);
+      if (first == 0) __syncthreads();
+      sums.add_tokens(first, y);
+      store_outputs(out, first + 2 * t, y);
     }
     if (fold) state.await_stored();
   }
+  // Of tokens s and s + 1, as far as they exist. out: of token 0, the lane's rows.
+  __device__ void store_outputs(Staged* out, int s, const float (&y)[4]) const {
+#pragma unroll
+    for (int i = 0; i < (kOneToken ? 1 : 2); ++i) {
+      if (s + i >= tokens()) continue;
+      Staged* const target = out + (s + i) * params_.scan.args.out.stride[0];
+      if (params_.paired) {
+        *reinterpret_cast<uint32_t*>(target) = pack_pair<Staged>(y[i], y[2 + i]);
+      } else {
+        store_scalar(target, kDtypeOf<Staged>, 0, y[i]);
+        store_scalar(target, kDtypeOf<Staged>, 1, y[2 + i]);
+      }
+    }
+  }
 };
 
-template <typename Staged>
-__global__ __launch_bounds__(32 * (kMaxSlices + 2), 3) void step_head_kernel(const __grid_constant__ HeadParams params) {
+template <typename Staged, bool kOneToken>
+__global__ __launch_bounds__(32 * (kMaxSlices + 2),
+                             3) void step_head_kernel(const __grid_constant__ HeadParams params) {
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
-  HeadStep<Staged>(params, shared).run();
+  HeadStep<Staged, kOneToken>(params, shared).run();
 }
 
 using HeadKernel = void(HeadParams);
 
+template <bool kOneToken>
 HeadKernel* choose_head(int activation) {
-  return activation == REPLAYSSM_BF16 ? step_head_kernel<__nv_bfloat16> : step_head_kernel<__half>;
+  return activation == REPLAYSSM_BF16 ? step_head_kernel<__nv_bfloat16, kOneToken>
+                                      : step_head_kernel<__half, kOneToken>;
+}
+HeadKernel* choose_head(int activation, bool one_token) {
+  return one_token ? choose_head<true>(activation) : choose_head<false>(activation);
 }
 
 }  // namespace
@@ -472,9 +621,10 @@ bool has_step_head(const ScanParams& params, int32_t rows) {
   }();
   const int64_t ctas = static_cast<int64_t>(rows) * problem.geometry.num_heads;
   const int heads = problem.geometry.num_heads;
-  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && heads >= 2 && heads < 1024 && args.max_count == 1 &&
+  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && heads >= 2 && heads < 1024 &&
          problem.config.window <= kMaxHistory && params.x_aligned && params.b_aligned && params.c_aligned &&
-         HeadLayout(problem.config.window, problem.geometry.head_dim / kSliceWidth).bytes <= kSharedLimit &&
+         HeadLayout(problem.config.window, args.max_count, problem.geometry.head_dim / kSliceWidth).bytes <=
+             kSharedLimit &&
          ctas <= most * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
 }
 
@@ -489,47 +639,54 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
   params.inverse_per_group = ((1 << 20) + params.heads_per_group - 1) / params.heads_per_group;
   const replayssm_scan_args& args = scan.args;
   const int row_bytes = problem.geometry.head_dim * 2, ring_rows = problem.ring_rows;
-  params.places[0] = {static_cast<const char*>(args.C.data), 0, 0, args.C.stride[0] * 2, 0,
-              static_cast<int32_t>(args.C.stride[1] * 2)};
+  params.places[0] = {static_cast<const char*>(args.C.data), 0, 0, args.C.stride[0] * 2, 0, args.C.stride[1] * 2};
   if (scan.append) {
-    params.places[1] = {static_cast<const char*>(args.B.data), 0, 0, args.B.stride[0] * 2, 0,
-                static_cast<int32_t>(args.B.stride[1] * 2)};
-    params.places[2] = {static_cast<const char*>(args.x.data), 0, 0, args.x.stride[0] * 2,
-                static_cast<int32_t>(args.x.stride[1] * 2), 0};
+    params.places[1] = {static_cast<const char*>(args.B.data), 0, 0, args.B.stride[0] * 2, 0, args.B.stride[1] * 2};
+    params.places[2] = {static_cast<const char*>(args.x.data), 0, 0, args.x.stride[0] * 2, args.x.stride[1] * 2, 0};
   } else {
-    params.places[1] = {static_cast<const char*>(scan.layer.b_ring.base), scan.layer.b_ring.slot_stride, kMaxStateDim * 2, 0, 0,
-                ring_rows * kMaxStateDim * 2};
-    params.places[2] = {static_cast<const char*>(scan.layer.x_ring.base), scan.layer.x_ring.slot_stride,
-                params.heads_per_group * row_bytes, 0, row_bytes, (ring_rows - 1) * params.heads_per_group * row_bytes};
+    params.places[1] = {static_cast<const char*>(scan.layer.b_ring.base),
+                        scan.layer.b_ring.slot_stride,
+                        kMaxStateDim * 2,
+                        0,
+                        0,
+                        ring_rows * kMaxStateDim * 2};
+    params.places[2] = {static_cast<const char*>(scan.layer.x_ring.base),
+                        scan.layer.x_ring.slot_stride,
+                        params.heads_per_group * row_bytes,
+                        0,
+                        row_bytes,
+                        (ring_rows - 1) * params.heads_per_group * row_bytes};
   }
   auto word_of = [](const replayssm_tensor& tensor, int64_t of_token, int64_t of_head) {
     const int size = tensor.dtype == REPLAYSSM_FP32 ? 4 : 2;
-    return Word{static_cast<const char*>(tensor.data), of_token * size, static_cast<int32_t>(of_head * size),
-                size == 2};
+    return Word{static_cast<const char*>(tensor.data), of_token * size, of_head * size, size == 2};
   };
   params.words[0] = word_of(args.A_log, 0, 1);
   params.words[1] = word_of(args.dt, args.dt.stride[0], args.dt.stride[1]);
   params.words[2] = word_of(args.dt_bias, 0, 1);
   params.words[3] = word_of(args.D, 0, 1);
-  params.layout = HeadLayout(problem.config.window, slices);
+  params.layout = HeadLayout(problem.config.window, args.max_count, slices);
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
   const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
   const char* given = getenv("RS_EARLY");
-  params.early = (given ? atoi(given) : of_sm / (params.layout.bytes + 1024)) * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
-  return launch_early("step", choose_head(problem.config.activation),
+  params.early = (given ? atoi(given) : of_sm / (params.layout.bytes + 1024)) *
+                 attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  return launch_early("step", choose_head(problem.config.activation, args.max_count == 1),
                       static_cast<int64_t>(rows) * problem.geometry.num_heads, 32 * (slices + 2), params.layout.bytes,
                       exec, params);
 }
 
 cudaError_t load_step_head_kernels() {
   for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-    HeadKernel* const kernel = choose_head(activation);
-    cudaError_t error = load_kernel(kernel);
-    if (error == cudaSuccess) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+    for (bool one_token : {true, false}) {
+      HeadKernel* const kernel = choose_head(activation, one_token);
+      cudaError_t error = load_kernel(kernel);
+      if (error == cudaSuccess) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
+      }
+      if (error != cudaSuccess) return error;
     }
-    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

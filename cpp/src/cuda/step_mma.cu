@@ -589,8 +589,8 @@ struct Cta {
         step = discretised_step(bits_to_float(inputs.dt[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
         inputs.delta_ring[ring_position(inputs.ring_row, s, R) * params.heads_per_group + k] = step;
       }
-      weigh_tokens(A, D, step, exists, s, T, layout.g_stride,
-                   floats(buffer, layout.token_decay) + k * layout.g_stride, products, u + k * layout.u_stride, [&] {
+      weigh_tokens(A, D, step, exists, s, T, layout.g_stride, floats(buffer, layout.token_decay) + k * layout.g_stride,
+                   products, u + k * layout.u_stride, [&] {
                      if (pass == 0) await(multiplied + buffer, phase);
                    });
     }
@@ -669,8 +669,7 @@ struct Cta {
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
             const bool finite = state.fold(owner, slice * kSliceWidth, old_x, staged(buffer, layout.b) + T * kStride,
-                                           weights, floats(buffer, layout.decay)[local_head], job.h,
-                                           params.tf32_mask);
+                                           weights, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
             if (!finite) owner.report_not_finite();
             state.store(checkpoint);
           }
