@@ -493,17 +493,17 @@ class HeadStep {
     await_requests();
     __syncwarp();
     if (fold || stored_before()) state.multiply(token(), params_.tf32_mask, y);
-    if (!fold) {
-      const float decay = row_.decay;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
-    }
     if (scan.append && lane_ >= 16 && lane_ < 18) {
       const int part = lane_ % 16 * 8;
       *reinterpret_cast<uint4*>(x_ring() + ring_row_ * x_stride() + part) =
           *reinterpret_cast<const uint4*>(slice_x() + part);
     }
     __syncthreads();  // the weights are there
+    if (!fold) {
+      const float decay = row_.decay;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
+    }
     const float *const product = floats(layout_.product) + t, *const weights = floats(layout_.weight) + t;
 #pragma unroll 1
     for (int i = 0; i < (fold ? 0 : h); i += 8) {
