@@ -271,7 +271,7 @@ cudaError_t load_step_mma_kernels();
 
 // ---- step of float32 checkpoints in small batches (step_head.cu) ---------------------------------------------------
 
-// Whether this kernel takes a step that step_mma() could take.
+// Whether this kernel takes a step that step_mma() could take: the bits are the same.
 bool has_step_head(const ScanParams& params, int32_t rows);
 replayssm_status step_head(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
 cudaError_t load_step_head_kernels();

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step of float32 checkpoints in small batches of rows with one token: what step_mma.cu computes, in the same order of
-// every sum and hence with the same bits, by code that is run through once. A CTA has one head of one row: a warp for
-// each slice, 16 rows of the state, and one more for what the slices share, the products B^T C and the weights.
+// step of float32 checkpoints in small batches, of which all heads find room on the SMs at once: what step_mma.cu
+// computes, every sum in the same order and hence with the same bits, by code that is run through once. A CTA has one
+// head of one row: a warp for each slice, 16 rows of the state, one for the products B^T C and one for the weights.
 //
-// What such a launch waits for is latency. So all that steps before have left is requested before the kernel before has
-// ended (common.cuh): state, records of x and B, and deltas, of which the weights of the history are made. It is
-// requested by the plan's row as it reads then; that is read again when the kernel before has ended, together with the
-// new token, and should it differ, everything is requested anew.
-#include <cstdlib>
+// Latency is what such a launch takes, and instructions that run once are a good part of it. So whatever can be is done
+// before the kernel before has ended, by the rules of common.cuh: what steps before have left is loaded (state, records
+// of x and B, and deltas), the history is weighed, and a row that flushes folded, if only in shared memory; the new
+// tokens' addresses are at hand. All that goes by the plan's row as it reads then. The row is read again together with
+// the new tokens, and A_log with it, which the weights are made of. Should either differ, all is done anew. CTAs that
+// begin when others have ended wait first and request everything at once.
+#include <algorithm>
 
 #include "slice.cuh"
 
@@ -19,8 +21,12 @@ namespace {
 constexpr int kMaxSlices = kMaxHeadDim / kSliceWidth;
 constexpr int kMaxHistory = 32;  // records of a row
 constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
+// CTAs an SM up to which a batch is small, if so many find room, and how many of them begin before the kernel before
+// has ended.
+constexpr int kMostPerSm = 5, kEarlyPerSm = 3;
 
-// The shared memory of a CTA; offsets in bytes. Records of B and x are the new token, then the history, newest first.
+// The shared memory of a CTA, behind the barriers of the slices; offsets in bytes. Records of B and x are the new
+// tokens, then the history, newest first.
 struct HeadLayout {
   int g_stride;         // of a record of B^T C and of u
   int row;              // SharedRow
@@ -49,18 +55,18 @@ struct HeadLayout {
         bytes(slices + num_slices * step) {}
 };
 
-// Where something of a token lies: of a plan row's token, a head and a group. Strides in bytes.
+// Where something of the new tokens lies, by what a plan's row says. Strides in bytes.
 struct Place {
   const char* base;
-  int64_t of_slot, of_ring_row, of_token;
-  int64_t of_head, of_group;
+  int64_t of_slot, of_ring_row, of_token, of_head, of_group;
 
   __device__ const char* find(int slot, int ring_row, int token, int head, int group) const {
     return base + slot * of_slot + ring_row * of_ring_row + token * of_token + head * of_head + group * of_group;
   }
 };
+// An element of a vector or of dt.
 struct Word {
-  const char* base;  // NULL: 0
+  const char* base;  // NULL: none, which counts as zero
   int64_t of_token, of_head;
   bool is_half;
 };
@@ -68,12 +74,12 @@ struct Word {
 struct HeadParams {
   ScanParams scan;
   int heads_per_group;
-  uint32_t inverse_heads;  // of the problem's, times 2^32
-  int inverse_per_group;   // times 2^20
+  uint32_t inverse_heads;  // 2^32 divided by the heads of a row, rounded up
+  int inverse_per_group;   // 2^20 divided by those of a group
   HeadLayout layout;
   Place places[3];     // of C, B and x
   Word words[4];       // A_log, dt, dt_bias, D
-  int early;           // CTAs that begin before the kernel before has ended
+  int early;           // CTAs that don't wait first
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
 };
@@ -120,13 +126,6 @@ class HeadStep {
         head_(blockIdx.x - row_index_ * params.scan.problem.geometry.num_heads),
         group_(head_ * params.inverse_per_group >> 20) {}
 
-  __device__ void take_row() {
-    const int2 first = *reinterpret_cast<const int2*>(&plan_.slot);
-    const int4 second = *reinterpret_cast<const int4*>(&plan_.count);
-    slot_ = first.x, first_token_ = first.y;
-    count_ = second.x, history_ = second.y, flags_ = second.z, ring_row_ = second.w;
-  }
-
   __device__ void run() {
     if (warp_ < slices_ && lane_ == 0) init_barrier(full(), 1);
     bool early = static_cast<int>(blockIdx.x) < params_.early;
@@ -141,7 +140,7 @@ class HeadStep {
     }
     uint32_t phase = 0;
     Loaded loaded{};
-    bool finite = true;
+    bool finite;  // what the lane has folded
 #pragma unroll 1
     for (;;) {
       finite = true;
@@ -211,7 +210,13 @@ class HeadStep {
   SharedRow& row_;
   const replayssm_plan_row& plan_;
   const int warp_, lane_, slices_, row_index_, head_, group_;
-  int slot_, first_token_, count_, history_, flags_, ring_row_;  // of the row
+  int slot_ = 0, first_token_ = 0, count_ = 0, history_ = 0, flags_ = 0, ring_row_ = 0;  // of the row
+
+  // What a lane loads: a word of the plan's row or another of load()'s; and of several tokens one's dt.
+  struct Loaded {
+    uint32_t word, dt;
+  };
+
   __device__ Barrier* full() const { return reinterpret_cast<Barrier*>(shared_) + warp_; }
   __device__ float* floats(int offset) const { return reinterpret_cast<float*>(shared_ + offset); }
   __device__ Staged* staged(int offset) const { return reinterpret_cast<Staged*>(shared_ + offset); }
@@ -219,10 +224,14 @@ class HeadStep {
   __device__ Staged* slice_x() const { return reinterpret_cast<Staged*>(slice() + layout_.x); }
   __device__ Staged* token() const { return staged(layout_.token) + warp_ * N; }
 
-  // Of a lane: a word of the plan's row, A_log, or, in the last warp if the row is known, of dt, dt_bias and D.
-  struct Loaded {
-    uint32_t word, dt;  // dt: of several tokens
-  };
+  __device__ void take_row() {
+    const int2 first = *reinterpret_cast<const int2*>(&plan_.slot);
+    const int4 second = *reinterpret_cast<const int4*>(&plan_.count);
+    slot_ = first.x, first_token_ = first.y;
+    count_ = second.x, history_ = second.y, flags_ = second.z, ring_row_ = second.w;
+  }
+
+  // Of a lane: a word of the plan's row, A_log, or, in the last warp if the row is known, one of dt, dt_bias and D.
   __device__ const char* find_word(bool known) const {
     const char* place = reinterpret_cast<const char*>(params_.scan.planned + row_index_) + lane_ * 4;
     if (lane_ >= kRowWords) {
@@ -260,13 +269,13 @@ class HeadStep {
   }
   __device__ bool folds() const { return (flags_ & REPLAYSSM_ROW_FLUSH) && !params_.scan.flushed; }
 
+  __device__ int tokens() const { return kOneToken ? 1 : count_; }
   __device__ float rate() const { return -expf(bits_to_float(row_.word[kRowWords], params_.scan.args.A_log.dtype)); }
 
   __device__ float* checkpoint() const {
     return reinterpret_cast<float*>(section_of(params_.scan.layer.checkpoint, slot_)) +
            (head_ * slices_ + warp_) * static_cast<int64_t>(kSliceWidth * N);
   }
-  __device__ int tokens() const { return kOneToken ? 1 : count_; }
   // Ring rows of the head's group: of the new tokens' records, and of the history's, newest first.
   __device__ int new_row(int token) const {
     const int row = ring_row_ + token, rows = params_.scan.problem.ring_rows;
@@ -321,7 +330,7 @@ class HeadStep {
     return 0.0f;
   }
 
-  // The weights of the history.
+  // The weights of the history; own_delta: of the lane's record.
   __device__ void weigh(float own_delta) const {
     const int h = records();
     float* const delta = floats(layout_.delta);
@@ -460,7 +469,7 @@ class HeadStep {
     __syncthreads();
   }
 
-  // S <- S with the records folded, for a slice.
+  // Folds the history into a slice, in shared memory. Returns whether the lane's part is finite.
   __device__ bool fold(uint32_t phase) const {
     const State state{slice(), lane_};
     const Staged* const x = slice_x() + tokens() * kSliceWidth + State::first_row(lane_);
@@ -614,18 +623,13 @@ HeadKernel* choose_head(int activation, bool one_token) {
 
 bool has_step_head(const ScanParams& params, int32_t rows) {
   const Problem& problem = params.problem;
-  const replayssm_scan_args& args = params.args;
-  const int most = [] {
-    const char* given = getenv("RS_HEAD");
-    return given ? atoi(given) : 2;
-  }();
-  const int64_t ctas = static_cast<int64_t>(rows) * problem.geometry.num_heads;
-  const int heads = problem.geometry.num_heads;
-  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && heads >= 2 && heads < 1024 &&
-         problem.config.window <= kMaxHistory && params.x_aligned && params.b_aligned && params.c_aligned &&
-         HeadLayout(problem.config.window, args.max_count, problem.geometry.head_dim / kSliceWidth).bytes <=
-             kSharedLimit &&
-         ctas <= most * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  const int heads = problem.geometry.num_heads, sms = attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  const HeadLayout layout(problem.config.window, params.args.max_count, problem.geometry.head_dim / kSliceWidth);
+  const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
+  const int per_sm = std::min(kMostPerSm, of_sm / (layout.bytes + 1024));  // a CTA takes 1 KB more
+  return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && problem.config.window <= kMaxHistory && heads >= 2 &&
+         heads < 1024 && params.x_aligned && params.b_aligned && params.c_aligned && layout.bytes <= kSharedLimit &&
+         static_cast<int64_t>(rows) * heads <= per_sm * sms;
 }
 
 replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {
@@ -668,10 +672,7 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
   params.layout = HeadLayout(problem.config.window, args.max_count, slices);
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
-  const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
-  const char* given = getenv("RS_EARLY");
-  params.early = (given ? atoi(given) : of_sm / (params.layout.bytes + 1024)) *
-                 attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
+  params.early = kEarlyPerSm * attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   return launch_early("step", choose_head(problem.config.activation, args.max_count == 1),
                       static_cast<int64_t>(rows) * problem.geometry.num_heads, 32 * (slices + 2), params.layout.bytes,
                       exec, params);
