@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // step and flush of plain checkpoints on tensor cores: state_dim 128, head_dim a multiple of 16, 16-bit activations, no
-// read copy. Of 16-bit checkpoints step_read.cu takes the steps of pools that flush seldom.
+// read copy. Of 16-bit checkpoints step_read.cu takes the steps of pools that flush seldom, of float32 ones
+// step_head.cu those of small batches.
 //
 //     y_s = exp(f_s) [ d S C_s + sum_i v_i (B_i . C_s) x_i ] + sum_{r<=s} u_rs x_r,    u_ss including D
 //
