@@ -365,6 +365,67 @@ def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint)
         assert same_bits(*outputs) and same_bits(*states)
 
 
+@pytest.mark.parametrize("tokens, flush_first", [(1, False), (2, False), (2, True)])
+def test_batches_whose_jobs_are_claimed(tokens, flush_first):
+    """Two batches of one pool at the same time, on two streams, in a graph; so large, on a GPU of up to 148
+    multiprocessors, that CTAs claim their jobs. Some rows are padded, first all of them. The bits of small batches; the
+    plans' counters are zero afterwards.
+    """
+    geometry, rows, layers = MambaGeometry(9, 16, 1, 128), 800, 2
+    config = ReplayConfig(window=8, max_step_tokens=2)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 2 * rows * tokens, CUDA)
+    order = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0)).int()
+    order[::37] = -1
+    accepted = torch.arange(2 * rows, dtype=torch.int32, device=CUDA) % tokens + 1
+
+    def step(pool, layer, plan, first, out):
+        span = slice(first * tokens, (first + plan.rows) * tokens)
+        inputs = (*given.span(span.start, span.stop), *weights)
+        if not flush_first:
+            ops.step(pool, layer, plan, *inputs, out=out[layer, span])
+            return
+        plan.note_use("stepped", layer)
+        call = (pool.table, pool.data, pool.spec, layer, plan.buffer, plan.rows)
+        torch.ops.trtllm_replayssm.flush(*call, weights.A_log)
+        bounds = (0.0, float("inf"), plan.max_count)
+        torch.ops.trtllm_replayssm.step(*call, *inputs, out[layer, span], *bounds, True)
+
+    def cycle(pool, slots, size, out):
+        """Plans of so many rows: the first half of them on this stream, the others on another."""
+        plans = [pool.plan(slots[first : first + size], tokens) for first in range(0, 2 * rows, size)]
+        here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        other.wait_stream(here)
+        for layer in range(layers):
+            for index, plan in enumerate(plans):
+                with torch.cuda.stream(here if index < len(plans) / 2 else other):
+                    step(pool, layer, plan, index * size, out)
+        here.wait_stream(other)
+        for index, plan in enumerate(plans):
+            pool.commit(plan, accepted[index * size : index * size + plan.rows])
+        return plans
+
+    results = []
+    for size in (rows, 100):
+        pool = StatePool(geometry, config, 2 * rows, layers, CUDA)
+        pool.reset(range(2 * rows))
+        slots = torch.full_like(accepted, -1)
+        out = torch.zeros(layers, 2 * rows * tokens, 9, 16, dtype=torch.bfloat16, device=CUDA)
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            plans = cycle(pool, slots, size, out)
+        graph.replay()
+        assert not out.any()
+        slots.copy_(order)
+        outputs = []
+        for _ in range(12):
+            graph.replay()
+            outputs.append(out.clone())
+            assert not any(plan.buffer[16:64].any() for plan in plans)
+        pool.validate()
+        assert pool.stats()["flushes"] > rows
+        results.append((torch.stack(outputs), pool.data))
+    assert all(map(same_bits, *results))
+
+
 def test_cuda_agrees_with_the_cpu():
     """Prefill and steps of one sequence on both devices."""
     config = ReplayConfig(window=16, max_step_tokens=4, activation="fp32")

@@ -149,6 +149,25 @@ def test_mean_over_ten_thousand_keys_is_the_value(device, checkpoint):
 
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
+def test_values_that_share_a_draw_round_independently(device, checkpoint):
+    """Which of equal values go up: uncorrelated between the columns and rows of a draw, and a row and the next."""
+    slots = list(range(256))
+    mantissa = {"fp16_sr": 10, "fp8_sr": 3}[checkpoint]
+    for parts in [(0.5, 0.3), (0.9, 0.0625)]:  # of a step, by head
+        state = torch.ones((2, 8, 64)) + torch.tensor(parts)[:, None, None] * 2.0**-mantissa
+        state[..., -1] = 448 / 256  # fp8: its scale is a power of two
+        pool = make_pool(device, checkpoint, slots=len(slots))
+        pool.reset(slots, streams=slots)
+        restore(pool, slots, state)
+        up = (values(pool) > 1)[..., :32].reshape(len(slots), 2, 4, 2, 8, 4)  # slots, heads, 4 x 2 rows, 8 x 4 columns
+        for head, part in enumerate(parts):
+            of_draw = np.moveaxis(up[:, head], (2, 4), (0, 1)).reshape(8, -1)  # each 8,192 times
+            assert np.abs(of_draw.mean(1) - part).max() < 5 * np.sqrt(part * (1 - part) / of_draw.shape[1])
+            correlation = np.corrcoef(of_draw) - np.eye(8)
+            assert np.abs(correlation).max() < 0.06, (part, correlation)
+
+
+@pytest.mark.parametrize("checkpoint", FORMATS)
 def test_bits_follow_the_key(device, checkpoint):
     """The same key gives the same bits; another seed, stream, layer, head, row, column or write gives others."""
     same = state_of(2)[:1, :1, :1].expand(2, 8, 64).clone() * torch.linspace(0.5, 1, 64)

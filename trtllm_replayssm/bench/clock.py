@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from collections.abc import Callable
 import torch
 
 from ..runtime.cuda_graph import no_collection
+
+SETTLING = 1.5
 
 
 def repeatable(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -41,6 +44,14 @@ def seconds(work: Callable[[], object], times: int, device: torch.device) -> flo
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) * 1e-3 / times
+
+
+def settle(work: Callable[[], object], times: int, device: torch.device) -> None:
+    """`times` calls, on CUDA as often as it takes for the GPU to do nothing else for SETTLING seconds: whole steps draw
+    more than its power limit, after a pause for a second before it lowers its clock."""
+    took = seconds(work, times, device) * times
+    if device.type == "cuda":
+        seconds(work, times * math.ceil(SETTLING / took), device)
 
 
 def spread(us: list[float]) -> dict[str, float]:

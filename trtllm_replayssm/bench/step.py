@@ -29,7 +29,7 @@ from ..runtime.mlp import MLP
 from ..runtime.model import Model
 from ..runtime.moe import MoE
 from ..runtime.runner import Runner
-from .clock import repeatable, seconds, spread
+from .clock import repeatable, seconds, settle, spread
 from .kernel import check_flushes
 from .models import Subject
 from .renewal import flushes_per_row_and_step
@@ -115,7 +115,7 @@ class StepBench:
         loop = Step(model, memory, case.context)
         loop.stagger(config.window)
         step = loop.repeatable()
-        seconds(step, config.window, self.device)
+        settle(step, config.window, self.device)
         before = memory.pool.stats()
         times = [seconds(step, self.steps, self.device) * 1e6 for _ in range(self.repeats)]
         after = memory.pool.stats()

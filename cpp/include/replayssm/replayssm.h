@@ -218,13 +218,16 @@ enum {
 
 /* A plan is replayssm_plan_bytes(rows) bytes, 64-byte aligned: this header (64 bytes), rows x replayssm_plan_row, then
  * int32 row_order[rows]: the indices of the num_flush rows flagged FLUSH, ascending, then those of the others,
- * descending. */
+ * descending. Layer ops leave it as it is, but while they run: CTAs of step and flush may count jobs in `claims`, of
+ * layer l in word l modulo their number, so that ops of one plan must not run at the same time for layers that share
+ * a word. */
+enum { REPLAYSSM_PLAN_CLAIMS = 12 };
 typedef struct {
   int32_t rows;
   int32_t num_tokens; /* sum of the counts, padded rows included; of plan_next: rows * row_tokens */
   int32_t num_live;   /* rows that are neither padded nor refused */
   int32_t num_flush;
-  int32_t reserved[12];
+  int32_t claims[REPLAYSSM_PLAN_CLAIMS]; /* zero */
 } replayssm_plan_header;
 
 /* What went wrong in a row, first error first. 32 bytes; code 0: nothing. */

@@ -106,11 +106,12 @@ struct PlainRounding {
   __device__ explicit PlainRounding(const StateOwner& owner)
       : stochastic(owner.rounds_stochastically()), key(owner.key()), writes(owner.writes) {}
 
-  // 16 bytes in each of kRows rows from p on, which is even as is kRows, from column `column` on, which are block b of
-  // `state`. `finite` becomes false if a value is not as stored.
+  // 16 bytes in each of kRows rows from p on, which is even, from column `column` on, which are block b of `state`.
+  // `finite` becomes false if a value is not as stored.
   template <typename Stored, int kRows, int kBlocks>
   __device__ void pack(int p, int column, const float (&state)[kRows][kBlocks][Packed<Stored>::kVec], int b,
                        uint4 (&packed)[kRows], bool& finite) const {
+    static_assert(kRows % 2 == 0, "a draw serves two rows");
     if constexpr (std::is_same_v<Stored, __half>) {
       if (stochastic) {
         // All rows together: they share draws, the keys of the rounds, and the check of their results.

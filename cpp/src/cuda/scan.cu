@@ -237,13 +237,15 @@ struct TokenBits {
   }
 };
 
+// What becomes of the state that a CTA will read before the kernel before has ended: the L2 fetches it, or the CTA
+// loads it. Not both: batch 1 lost by that.
+enum class Ahead { kNothing, kFetch, kLoad };
+
 // A head's rows are shared out among kParts CTAs. kActivation: the dtype, or -1 where only the config knows it.
-// kVerify: conventional_verify, else conventional_step, of which `fetches` and `early` say whether before the kernel
-// before has ended the L2 fetches what a CTA will read, and whether the CTA loads it.
+// kVerify: conventional_verify, for which `ahead` says nothing, else conventional_step.
 template <bool kVerify, int kHeadDim, typename Stored, int kActivation, int kParts>
 __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional_kernel(
-    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, bool fetches,
-    bool early) {
+    const __grid_constant__ ScanParams params, const __grid_constant__ replayssm_buffer snapshots, Ahead ahead) {
   let_next_begin();
   using Shape = Tile<kHeadDim>;
   constexpr int kRows = Shape::kRows / kParts, kBlockRows = Shape::kBlockRows / kParts;
@@ -259,7 +261,7 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const bool reporter = head == 0 && part == 0 && threadIdx.x == 0;
 
-  if (!kVerify && fetches && threadIdx.x == 0) {
+  if (!kVerify && ahead == Ahead::kFetch && threadIdx.x == 0) {
     const int bytes = static_cast<int>(problem.checkpoint_head_bytes) / kParts;
     fetch_head(params, params.layer.checkpoint, problem.checkpoint_head_bytes, blockIdx.x / kParts, part * bytes,
                bytes);
@@ -279,7 +281,13 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   const int first = part * kBlockRows + group * kRows;
   int32_t loaded = -1;  // the slot whose state is there
   if constexpr (!kVerify && Shape::kTuned) {
-    if (early) loaded = peek_stored_slot(params.planned[row_index], params.num_slots);
+    if (ahead == Ahead::kLoad) {
+      // One thread looks: past the L1, all warps of a small batch would queue for the same line of the L2.
+      __shared__ int32_t peeked;
+      if (threadIdx.x == 0) peeked = peek_stored_slot(params.planned[row_index], params.num_slots);
+      __syncthreads();
+      loaded = peeked;
+    }
     if (loaded >= 0) {
       const char* chunk = section_of(params.layer.checkpoint, loaded) + head * problem.checkpoint_head_bytes;
       load_state(reinterpret_cast<const Stored*>(chunk) + first * N + lane * kVec, true,
@@ -384,7 +392,7 @@ __global__ __launch_bounds__(kThreads, kHeadDim == 64 ? 4 : 3) void conventional
   }
 }
 
-using ConventionalKernel = void(ScanParams, replayssm_buffer, bool, bool);
+using ConventionalKernel = void(ScanParams, replayssm_buffer, Ahead);
 
 // Parts of a head: as many as leave a thread 8 loads of 16 bytes of the state (80 rows: 20) or, at most, a row.
 template <int kHeadDim, typename Stored>
@@ -441,8 +449,10 @@ replayssm_status launch_conventional(const char* op, const replayssm_exec& exec,
     return heads * most.parts <= kPartsPerSm * sms ? most : choose(false);
   });
   const int64_t ctas = heads * choice.parts;
-  const bool early = ctas <= kPartsPerSm * sms, fetches = !early && ctas <= kFetchesPerSm * sms;
-  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, fetches, early);
+  const Ahead ahead = ctas <= kPartsPerSm * sms     ? Ahead::kLoad
+                      : ctas <= kFetchesPerSm * sms ? Ahead::kFetch
+                                                    : Ahead::kNothing;
+  return launch_early(op, choice.kernel, ctas, kThreads, 0, exec, params, snapshots, ahead);
 }
 
 template <bool kVerify>

@@ -17,12 +17,13 @@
 //  2. One prepares products: it stages B and C of the job's group and forms B^T C. One prepares weights: v, d, u and f
 //     of the job's heads. Both are a job or more ahead of the slices.
 //  3. The others consume: each takes every n-th stage.
-// A job that flushes takes longer, so these come first in the order and are dealt out evenly; a CTA takes them in turns
-// with others. The CTAs share the first seven eighths of the jobs; the rest goes two by two to CTAs that begin when one
-// of these has ended, for SMs are not equally fast. Small batches have jobs of single heads, which are not dealt: all
-// are shared, in the order of the rows, for a late start and looking the order up would cost more. There the latency of
-// preparation is the limit. So a third warp prepares, with the weights of the history; a job's inputs are requested
-// before the job ahead of it is prepared; and rows of one token have code without loops over tokens.
+// SMs are not equally fast, so CTAs claim their jobs, the warp of products for all of its CTA, from a counter in the
+// plan: a CTA's first is its index, and when the last has been claimed the counter is zero again. Jobs that flush take
+// longer; they stand among the others, all of them in the first three quarters. The last jobs are halved, so that CTAs
+// end together. Small batches have jobs of single heads, which are shared out in advance, in the order of the rows, for
+// a claim and looking the order up would cost more. There the latency of preparation is the limit. So a third warp
+// prepares, with the weights of the history; a job's inputs are requested before the job ahead of it is prepared; and
+// rows of one token have code without loops over tokens.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -58,8 +59,7 @@ constexpr int kCtasPerSm = 1;
 #endif
 constexpr int kMaxHeads = 4;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
-constexpr int kTailJobs = 2;  // of a CTA that begins late
-constexpr int kBarrierBytes = round_up((4 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
+constexpr int kBarrierBytes = round_up((5 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
 
 // The shared memory of a job; offsets in bytes, strides in floats. The records of B and B^T C are the row's new tokens,
 // then its history, newest first.
@@ -104,19 +104,25 @@ struct Place {
   int row, group, chunk;
 };
 
-// What a launch's jobs are: several heads, dealt out; single heads; single heads of rows with one token.
-enum class Jobs { kDealt, kSingleHeads, kSingleTokens };
+// What a launch's jobs are: several heads, claimed; single heads; single heads of rows with one token.
+enum class Jobs { kClaimed, kSingleHeads, kSingleTokens };
 
 struct MmaParams {
   ScanParams scan;
   int heads_per_group, slices;  // slices a head
   int heads, chunks;            // heads a job, jobs a group
+  const int32_t* row_order;     // the plan's
+  int num_jobs, jobs_per_row;   // by row (in that order if they are claimed), group, chunk
+  int resident;                 // CTAs
+  // If jobs are claimed:
   const replayssm_plan_header* header;
-  const int32_t* row_order;    // the plan's
-  int num_jobs, jobs_per_row;  // by row (in that order if they are dealt), group, chunk
-  int resident, shared_jobs;   // CTAs that share jobs evenly, and these jobs
-  int jobs_each, more_jobs;    // not dealt: jobs of each CTA, CTAs with one more; spares them a division
-  Place step;                  // from one of its jobs to the next
+  int32_t* claims;             // how many jobs CTAs have claimed beside their first
+  int num_claims, whole_jobs;  // claims there are; those before the jobs that are halved
+  int half_heads;              // of a job's first half
+  int spread_jobs;             // the first, in which those that flush come
+  // If not:
+  int jobs_each, more_jobs;  // jobs of each CTA, CTAs with one more; spares them a division
+  Place step;                // from one of its jobs to the next
   int inverse_chunks, inverse_groups;
   int max_tokens;                      // of a row
   int stages, consumers, job_buffers;  // consumers <= stages
@@ -131,29 +137,20 @@ struct MmaParams {
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-// What the consumers have to know of a job.
-struct JobInfo {
-  uint64_t stream;
-  int64_t writes;
-  int32_t row, slot, first_token, tokens, h, ring_row, first_head;
-  int32_t first_record;  // of ring row 0, in [G,R,H/G]
-  int32_t items;         // 0: nothing to do
-  int32_t b_append;      // the group whose B is appended; -1: none
-  bool fold, stored_before;
-};
-
 struct Job {
-  int row, group, chunk;
+  int row, group, head, heads;  // head: the first, in its group
   replayssm_plan_row plan;
 
   Job() = default;
   // A single head.
   __device__ Job(const MmaParams& params, const Place& place)
-      : row(place.row), group(place.group), chunk(place.chunk), plan(params.scan.planned[row]) {}
-  __device__ Job(const MmaParams& params, int index, int row)
+      : row(place.row), group(place.group), head(place.chunk), heads(1), plan(params.scan.planned[row]) {}
+  // The heads of a job from `first` up to `end`, if there are so many.
+  __device__ Job(const MmaParams& params, int index, int first, int end, int row)
       : row(row),
         group(index / params.chunks % params.scan.problem.geometry.num_groups),
-        chunk(index % params.chunks),
+        head(index % params.chunks * params.heads + first),
+        heads(min(end - first, params.heads_per_group - head)),
         plan(params.scan.planned[row]) {}
 
   __device__ bool is_live(const MmaParams& params, bool reporter) const {
@@ -163,49 +160,65 @@ struct Job {
       return plan.slot >= 0 && (plan.flags & REPLAYSSM_ROW_FLUSH) && plan.history <= window;
     }
     return admit(plan, row, args.num_tokens, args.max_count, window, false, params.scan.error,
-                 reporter && group == 0 && chunk == 0) &&
+                 reporter && group == 0 && head == 0) &&
            plan.count > 0;
   }
-  __device__ int tokens(const MmaParams& params) const { return params.flush_only ? 0 : plan.count; }
-  // Records of history to stage.
-  __device__ int records(const MmaParams& params) const {
-    return (plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed ? 0 : plan.history;
-  }
-  __device__ bool stored_before(const MmaParams& params) const {
-    return !(plan.flags & REPLAYSSM_ROW_EMPTY) || ((plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed);
-  }
-  // Index of ring row 0 of the first head in [G,R,H/G].
-  __device__ int first_record(const MmaParams& params) const {
-    return group * params.scan.problem.ring_rows * params.heads_per_group + chunk * params.heads;
-  }
-  __device__ int first_head(const MmaParams& params) const {
-    return group * params.heads_per_group + chunk * params.heads;
-  }
-  __device__ int heads(const MmaParams& params) const {
-    return min(params.heads, params.heads_per_group - chunk * params.heads);
-  }
 };
+
+// What the warps have to know of a live job.
+struct JobInfo {
+  uint64_t stream;
+  int64_t writes;
+  int32_t row, slot, first_token, tokens, h, ring_row, first_head, heads;  // h: records of history to stage
+  int32_t first_record;                                                    // of ring row 0, in [G,R,H/G]
+  int32_t items;                                                           // 0: nothing to do; of claimed jobs: no more
+  int32_t group;
+  bool appends;  // B of its group
+  bool fold, stored_before;
+
+  JobInfo() = default;
+  __device__ JobInfo(const MmaParams& params, const Job& job)
+      : stream(job.plan.stream),
+        writes(job.plan.writes),
+        row(job.row),
+        slot(job.plan.slot),
+        first_token(job.plan.first_token),
+        tokens(params.flush_only ? 0 : job.plan.count),
+        h((job.plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed ? 0 : job.plan.history),
+        ring_row(job.plan.ring_row),
+        first_head(job.group * params.heads_per_group + job.head),
+        heads(job.heads),
+        first_record(job.group * params.scan.problem.ring_rows * params.heads_per_group + job.head),
+        items(job.heads * params.slices),
+        group(job.group),
+        appends(job.head == 0 && params.scan.append),
+        fold((job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed),
+        stored_before(!(job.plan.flags & REPLAYSSM_ROW_EMPTY) ||
+                      ((job.plan.flags & REPLAYSSM_ROW_FLUSH) && params.scan.flushed)) {}
+};
+
+static_assert(sizeof(JobInfo) <= JobLayout(1, 1, 1, 1).b);
 
 // A CTA's shared memory and jobs.
 template <typename Stored, typename Staged, Jobs kJobs>
 struct Cta {
-  static constexpr bool kDealt = kJobs == Jobs::kDealt;
+  static constexpr bool kClaims = kJobs == Jobs::kClaimed;
   static constexpr bool kOneToken = kJobs == Jobs::kSingleTokens;
   using State = Slice<Stored>;
   static constexpr int N = kMaxStateDim;
   static constexpr int kParts = N / 8;  // 16-byte parts of a row of B or C
   static constexpr int kRowsAtOnce = 32 / kParts;
-  static constexpr int kPreparing = kDealt ? 2 : 3;           // warps that prepare
-  static constexpr int kPasses = kDealt ? kMaxHeads / 2 : 1;  // of two heads each; single heads: of one
+  static constexpr int kPreparing = kClaims ? 2 : 3;           // warps that prepare
+  static constexpr int kPasses = kClaims ? kMaxHeads / 2 : 1;  // of two heads each; single heads: of one
 
   const MmaParams& params;
   const JobLayout& layout;
   const StageLayout& stage_layout;
   char *job_buffers, *stages;
-  Barrier *known, *multiplied, *ready, *released;  // of each job buffer
-  Barrier *full, *empty;                           // of each stage
+  Barrier *claimed, *known, *multiplied, *ready, *released;  // of each job buffer
+  Barrier *full, *empty;                                     // of each stage
   int lane;
-  int first_job, job_step, jobs, flushing_jobs;
+  int jobs;  // single heads
   Place first_place;
 
   __device__ Cta(const MmaParams& params, char* shared)
@@ -214,7 +227,8 @@ struct Cta {
         stage_layout(params.stage),
         job_buffers(shared + kBarrierBytes),
         stages(job_buffers + params.job_buffers * layout.bytes),
-        known(reinterpret_cast<Barrier*>(shared)),
+        claimed(reinterpret_cast<Barrier*>(shared)),
+        known(claimed + kMaxJobBuffers),
         multiplied(known + kMaxJobBuffers),
         ready(multiplied + kMaxJobBuffers),
         released(ready + kMaxJobBuffers),
@@ -222,7 +236,9 @@ struct Cta {
         empty(full + kMaxStages),
         lane(threadIdx.x % 32) {}
 
-  // Single heads: before the plan may be read.
+  // ---- single heads ----
+
+  // Before the plan may be read.
   __device__ void find_heads() {
     const int block = blockIdx.x, groups = quotient(block, params.inverse_chunks);
     jobs = params.jobs_each + (block < params.more_jobs ? 1 : 0);
@@ -230,64 +246,64 @@ struct Cta {
     first_place.group = groups - first_place.row * params.scan.problem.geometry.num_groups;
     first_place.chunk = block - groups * params.chunks;
   }
-  // Others: once it may be.
-  __device__ void find_jobs() {
-    const int block = blockIdx.x;
-    const bool shares = block < params.resident;
-    first_job = shares ? block : params.shared_jobs + (block - params.resident) * kTailJobs;
-    job_step = shares ? params.resident : 1;
-    const int end = shares ? params.shared_jobs : min(first_job + kTailJobs, params.num_jobs);
-    auto jobs_before = [&](int index) { return index > first_job ? (index - first_job + job_step - 1) / job_step : 0; };
-    jobs = jobs_before(end);
-    flushing_jobs = jobs_before(min(end, params.header->num_flush * params.jobs_per_row));
-  }
 
-  // Walks through the CTA's jobs. If they are dealt, those that flush, its first, take turns with the others: evenly,
-  // and not in all CTAs at the same time; and ahead of a job its plan is loaded, ahead of that its row.
+  // Walks through the CTA's.
   class Walk {
    public:
-    __device__ explicit Walk(const Cta& cta) : cta(cta) {
-      if constexpr (kDealt) {
-        share = blockIdx.x * 37 % cta.jobs;
-        look_up();
-        next = Job(cta.params, index, row);
-        look_up();
-      } else {
-        place = cta.first_place;
-      }
-    }
+    __device__ explicit Walk(const Cta& cta) : cta(cta), place(cta.first_place) {}
     __device__ Job take() {
-      if constexpr (kDealt) {
-        const Job job = next;
-        next = Job(cta.params, index, row);
-        look_up();
-        return job;
-      } else {
-        const Job job(cta.params, place);
-        place.row += cta.params.step.row, place.group += cta.params.step.group, place.chunk += cta.params.step.chunk;
-        if (place.chunk >= cta.params.chunks) place.chunk -= cta.params.chunks, ++place.group;
-        const int groups = cta.params.scan.problem.geometry.num_groups;
-        if (place.group >= groups) place.group -= groups, ++place.row;
-        return job;
-      }
+      const Job job(cta.params, place);
+      place.row += cta.params.step.row, place.group += cta.params.step.group, place.chunk += cta.params.step.chunk;
+      if (place.chunk >= cta.params.chunks) place.chunk -= cta.params.chunks, ++place.group;
+      const int groups = cta.params.scan.problem.geometry.num_groups;
+      if (place.group >= groups) place.group -= groups, ++place.row;
+      return job;
     }
 
    private:
     const Cta& cta;
-    int flushed = 0, others = 0, share;
-    int index, row;  // of the job after the next; past the end, of some job
-    Job next;
-    Place place;  // not dealt: of the next
-
-    __device__ void look_up() {
-      share += cta.flushing_jobs;
-      const bool flushes = share >= cta.jobs;
-      if (flushes) share -= cta.jobs;
-      const int turn = flushes ? flushed++ : cta.flushing_jobs + others++;
-      index = min(cta.first_job + turn * cta.job_step, cta.params.num_jobs - 1);
-      row = cta.params.row_order[index / cta.params.jobs_per_row];
-    }
+    Place place;  // of the next
   };
+
+  // ---- claimed jobs: for one warp ----
+
+  // The job at place `claim` of the order in which they are claimed.
+  __device__ Job job_at(int claim) const {
+    const int halves = max(claim - params.whole_jobs, 0);
+    const int place = min(claim, params.whole_jobs) + halves / 2;
+    const bool first = claim < params.whole_jobs || halves % 2 == 0, last = claim < params.whole_jobs || !first;
+    // Those that flush, the first of the plan's order, are spread evenly over the first places.
+    const int flushing = params.header->num_flush * params.jobs_per_row, spread = max(params.spread_jobs, flushing);
+    auto flushing_before = [&](int place) {
+      return place < spread ? static_cast<int>(static_cast<int64_t>(place) * flushing / spread) : flushing;
+    };
+    const int flushed = flushing_before(place);
+    const int index = flushing_before(place + 1) > flushed ? flushed : flushing + place - flushed;
+    return Job(params, index, first ? 0 : params.half_heads, last ? params.heads : params.half_heads,
+               params.row_order[index / params.jobs_per_row]);
+  }
+
+  // Claims the next job that has something to do; false: there is none. `claim`: the CTA's last.
+  __device__ bool next_job(int& claim, Job& job) const {
+    // The flush op's jobs are the first.
+    const int claims = params.flush_only ? params.header->num_flush * params.jobs_per_row : params.num_claims;
+    while (true) {
+      if (claim < 0) {
+        claim = blockIdx.x;
+      } else {
+        int claimed_before = 0;
+        if (lane == 0) {
+          claimed_before = atomicAdd(params.claims, 1);
+          // Every CTA that has a job claims until there is none: this one, the last, leaves the counter as it was.
+          if (claimed_before == claims - 1) *params.claims = 0;
+        }
+        claim = params.resident + __shfl_sync(~0u, claimed_before, 0);
+      }
+      if (claim >= claims) return false;
+      job = job_at(claim);
+      if (job.heads > 0 && job.is_live(params, lane == 0)) return true;
+    }
+  }
 
   __device__ void init_barriers(int warp) const {
     auto init = [&](Barrier* barriers, int count, int arrivals) {
@@ -296,6 +312,7 @@ struct Cta {
         if (lane == 0) init_barrier(barriers + i, arrivals);
       }
     };
+    if constexpr (kClaims) init(claimed, params.job_buffers, 1);
     init(known, params.job_buffers, 1);
     init(multiplied, params.job_buffers, 1);
     init(ready, params.job_buffers, kPreparing - 1);
@@ -317,8 +334,24 @@ struct Cta {
   // T of a row with so many tokens.
   __device__ static int tokens_of(int count) { return kOneToken ? 1 : count; }
   // The ring row of a job's record: of its new tokens, then of its history, newest first.
-  __device__ int ring_row_of(const Job& job, int record, int T) const {
-    return ring_position(job.plan.ring_row, record < T ? record : T - 1 - record, params.scan.problem.ring_rows);
+  __device__ int ring_row_of(const JobInfo& job, int record, int T) const {
+    return ring_position(job.ring_row, record < T ? record : T - 1 - record, params.scan.problem.ring_rows);
+  }
+
+  // Calls work(job, buffer, phase) for every job that the CTA's warp of products has claimed. Who works must have done
+  // so before the consumers are done with a job.
+  template <typename Work>
+  __device__ void for_claimed_jobs(Work&& work) const {
+    int buffer = 0;
+    uint32_t phase = 0;
+#pragma unroll 1
+    while (true) {
+      await(claimed + buffer, phase);
+      const JobInfo job = info(buffer);
+      if (job.items == 0) return;
+      work(job, buffer, phase);
+      if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
+    }
   }
 
   // ---- the producer: slices of the state and their records of x, in the order of the jobs ----
@@ -329,19 +362,12 @@ struct Cta {
     const int half_slice = lane % 2 * 8, record = lane / 2;  // and every 16th from there on
     int stage = 0;
     uint32_t phase = 0;
-    Walk walk(*this);
-#pragma unroll 1
-    for (int n = 0; n < jobs; ++n) {
-      const Job job = walk.take();
-      if (!job.is_live(params, false)) continue;
-      const int T = tokens_of(job.tokens(params)), first_head = job.first_head(params);
-      const int present = T + job.records(params), staged = T + round_up(job.records(params), 8);
-      const bool stored_before = job.stored_before(params);
-      const Stored* checkpoint =
-          reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.plan.slot)) +
-          static_cast<int64_t>(first_head) * P * N;
-      const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.plan.slot)) +
-                           job.first_record(params) * P + half_slice;
+    auto produce_job = [&](const JobInfo& job) {
+      const int T = tokens_of(job.tokens), present = T + job.h, staged = T + round_up(job.h, 8);
+      const Stored* checkpoint = reinterpret_cast<const Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
+                                 static_cast<int64_t>(job.first_head) * P * N;
+      const Staged* ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
+                           job.first_record * P + half_slice;
       auto offset_of = [&](int i) { return i < present ? ring_row_of(job, i, T) * record_stride : 0; };
       const int offset_16 = offset_of(record + 16);
       const Staged* own = ring + offset_of(record);
@@ -349,18 +375,17 @@ struct Cta {
       const bool from_tensor = record < T && params.scan.append, slowly = from_tensor && !params.scan.x_aligned;
       if (from_tensor) {
         own = static_cast<const Staged*>(args.x.data) +
-              (static_cast<int64_t>(job.plan.first_token) + record) * args.x.stride[0] + first_head * args.x.stride[1] +
+              (static_cast<int64_t>(job.first_token) + record) * args.x.stride[0] + job.first_head * args.x.stride[1] +
               half_slice;
         own_head_stride = args.x.stride[1];
       }
-      const int heads = job.heads(params);
 #pragma unroll 1
-      for (int head = 0; head < heads; ++head, ring += P, own += own_head_stride) {
+      for (int head = 0; head < job.heads; ++head, ring += P, own += own_head_stride) {
 #pragma unroll 1
         for (int slice = 0; slice < params.slices; ++slice, checkpoint += kSliceWidth * N) {
           await(empty + stage, phase ^ 1);
           char* const target = stages + stage * stage_layout.bytes;
-          if (stored_before) State{target, lane}.request(checkpoint, full + stage);
+          if (job.stored_before) State{target, lane}.request(checkpoint, full + stage);
           Staged* const x = reinterpret_cast<Staged*>(target + stage_layout.x) + record * kSliceWidth + half_slice;
           if (slowly) {
             request_input(x, own + slice * kSliceWidth, false);
@@ -379,20 +404,31 @@ struct Cta {
           }
           arrive_with_requests(full + stage);
           __syncwarp();
-          if (lane == 0) arrive_expecting(full + stage, stored_before ? kSliceWidth * State::kRowBytes : 0);
+          if (lane == 0) arrive_expecting(full + stage, job.stored_before ? kSliceWidth * State::kRowBytes : 0);
           if (++stage == params.stages) stage = 0, phase ^= 1;
         }
+      }
+    };
+    if constexpr (kClaims) {
+      for_claimed_jobs([&](const JobInfo& job, int, uint32_t) { produce_job(job); });
+    } else {
+      Walk walk(*this);
+#pragma unroll 1
+      for (int n = 0; n < jobs; ++n) {
+        const Job job = walk.take();
+        if (job.is_live(params, false)) produce_job(JobInfo(params, job));
       }
     }
   }
 
   // ---- preparation: everything of a job but state and x; one warp has the products, one or two the weights ----
 
-  // Calls request(job, live, buffer) and finish(buffer, phase, newest) for every job. With enough buffers a job's
-  // inputs are requested before the job ahead of it is finished; newest: it is the last that was requested.
-  template <typename Request, typename Finish>
-  __device__ void prepare(bool reporter, Request&& request, Finish&& finish) const {
-    const int ahead = kDealt ? 0 : params.ahead;
+  // Calls request(job, buffer), or omit(buffer) if there is nothing to do, and finish(buffer, phase, newest) for every
+  // single head. With enough buffers a job's inputs are requested before the job ahead of it is finished; newest: it is
+  // the last that was requested.
+  template <typename Request, typename Omit, typename Finish>
+  __device__ void prepare(bool reporter, Request&& request, Omit&& omit, Finish&& finish) const {
+    const int ahead = params.ahead;
     int buffer = 0, finished = 0;
     uint32_t phase = 0, finished_phase = 0;
     Walk walk(*this);
@@ -403,7 +439,11 @@ struct Cta {
         const bool live = job.is_live(params, reporter && lane == 0);
         await(released + buffer, phase ^ 1);
         __syncwarp();
-        request(job, live, buffer);
+        if (live) {
+          request(JobInfo(params, job), buffer);
+        } else {
+          omit(buffer);
+        }
         if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
       }
       close_group();
@@ -419,18 +459,14 @@ struct Cta {
     }
   }
 
-  __device__ void request_products(const Job& job, bool live, int buffer) const {
-    if (!live) {
-      if (lane == 0) info(buffer).items = 0;
-      return;
-    }
+  __device__ void request_products(const JobInfo& job, int buffer) const {
     const replayssm_scan_args& args = params.scan.args;
-    const int T = tokens_of(job.tokens(params)), h = job.records(params);
+    const int T = tokens_of(job.tokens), h = job.h;
     const int part_row = lane / kParts, part_column = lane % kParts * 8;
-    const int64_t first_token = job.plan.first_token;
+    const int64_t first_token = job.first_token;
     Staged* const B = staged(buffer, layout.b) + part_column;
     Staged* const C = staged(buffer, layout.c) + part_column;
-    const Staged* const b_ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.b_ring, job.plan.slot)) +
+    const Staged* const b_ring = reinterpret_cast<const Staged*>(section_of(params.scan.layer.b_ring, job.slot)) +
                                  job.group * params.scan.problem.ring_rows * N + part_column;
 #pragma unroll 1
     for (int i = part_row; i < T; i += kRowsAtOnce) {
@@ -454,22 +490,11 @@ struct Cta {
       const bool exists = i < T + h;
       request_16_bytes(B + i * kStride, b_ring + (exists ? ring_row_of(job, i, T) : 0) * N, exists);
     }
-    if (lane == 0) {
-      info(buffer) = JobInfo{job.plan.stream,
-                             job.plan.writes,
-                             job.row,
-                             job.plan.slot,
-                             job.plan.first_token,
-                             T,
-                             h,
-                             job.plan.ring_row,
-                             job.first_head(params),
-                             job.first_record(params),
-                             job.heads(params) * params.slices,
-                             job.chunk == 0 && params.scan.append ? job.group : -1,
-                             (job.plan.flags & REPLAYSSM_ROW_FLUSH) && !params.scan.flushed,
-                             job.stored_before(params)};
-    }
+    if (lane == 0) info(buffer) = job;
+  }
+
+  __device__ void omit_products(int buffer) const {
+    if (lane == 0) info(buffer).items = 0;
   }
 
   __device__ void finish_products(int buffer, uint32_t phase) const {
@@ -494,9 +519,9 @@ struct Cta {
       float value[8];
       load_shared<8>(C + i * kStride + part_column, value);
       store_vector<8>(query, REPLAYSSM_FP32, i * State::kQueryStride + part_column, true, value);
-      if (job.b_append >= 0) {
+      if (job.appends) {
         Staged* const b_ring =
-            reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.slot)) + job.b_append * R * N;
+            reinterpret_cast<Staged*>(section_of(params.scan.layer.b_ring, job.slot)) + job.group * R * N;
         *reinterpret_cast<uint4*>(b_ring + ring_position(job.ring_row, i, R) * N + part_column) =
             *reinterpret_cast<const uint4*>(B + i * kStride + part_column);
       }
@@ -517,19 +542,16 @@ struct Cta {
   };
 
   template <bool kHistory, bool kTokens>
-  __device__ void request_weights(const Job& job, bool live, int buffer, WeightInputs& inputs) const {
+  __device__ void request_weights(const JobInfo& job, int buffer, WeightInputs& inputs) const {
     inputs = WeightInputs{};
-    if (!live) return;
     const Problem& problem = params.scan.problem;
     const replayssm_scan_args& args = params.scan.args;
-    const int T = tokens_of(job.tokens(params)), h = job.records(params), heads = job.heads(params);
-    const int first_head = job.first_head(params), s = lane % 16;
-    const int64_t first_token = job.plan.first_token;
+    const int T = tokens_of(job.tokens), h = job.h, heads = job.heads, first_head = job.first_head, s = lane % 16;
+    const int64_t first_token = job.first_token;
     float* const delta = floats(buffer, layout.delta);
     float* const u = floats(buffer, layout.u);  // zero where a token would come before its record
-    inputs.tokens = T, inputs.records = h, inputs.heads = heads, inputs.ring_row = job.plan.ring_row;
-    inputs.delta_ring =
-        reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.plan.slot)) + job.first_record(params);
+    inputs.tokens = T, inputs.records = h, inputs.heads = heads, inputs.ring_row = job.ring_row;
+    inputs.delta_ring = reinterpret_cast<float*>(section_of(params.scan.layer.delta_ring, job.slot)) + job.first_record;
 #pragma unroll 1
     for (int k = 0; k < (kHistory ? heads : 0); ++k) {
 #pragma unroll 1
@@ -604,14 +626,56 @@ struct Cta {
     WeightInputs last{}, before{};
     prepare(
         false,
-        [&](const Job& job, bool live, int buffer) {
+        [&](const JobInfo& job, int buffer) {
           before = last;
-          request_weights<kHistory, kTokens>(job, live, buffer, last);
+          request_weights<kHistory, kTokens>(job, buffer, last);
+        },
+        [&](int) {
+          before = last;
+          last = WeightInputs{};
         },
         [&](int buffer, uint32_t phase, bool newest) {
           if (newest) before = last;
           finish_weights<kHistory, kTokens>(before, buffer, phase);
         });
+  }
+
+  // Of claimed jobs one warp claims and has the products, one has the weights.
+  __device__ void prepare_claimed_products() const {
+    int buffer = 0, claim = -1;
+    uint32_t phase = 0;
+    Job job;
+#pragma unroll 1
+    while (next_job(claim, job)) {
+      await(released + buffer, phase ^ 1);
+      __syncwarp();
+      request_products(JobInfo(params, job), buffer);
+      __syncwarp();
+      if (lane == 0) arrive(claimed + buffer);
+      close_group();
+      await_groups<0>();
+      __syncwarp();
+      finish_products(buffer, phase);
+      if (++buffer == params.job_buffers) buffer = 0, phase ^= 1;
+    }
+    await(released + buffer, phase ^ 1);
+    __syncwarp();
+    if (lane == 0) {
+      info(buffer).items = 0;
+      arrive(claimed + buffer);
+      arrive(known + buffer);
+    }
+  }
+
+  __device__ void prepare_claimed_weights() const {
+    for_claimed_jobs([&](const JobInfo& job, int buffer, uint32_t phase) {
+      WeightInputs inputs;
+      request_weights<true, true>(job, buffer, inputs);
+      close_group();
+      await_groups<0>();
+      __syncwarp();
+      finish_weights<true, true>(inputs, buffer, phase);
+    });
   }
 
   // ---- consumers: slice after slice ----
@@ -625,14 +689,15 @@ struct Cta {
     while (stage >= params.stages) stage -= params.stages, phase ^= 1;
 
 #pragma unroll 1
-    for (int n = 0; n < jobs; ++n) {
+    for (int n = 0; kClaims || n < jobs; ++n) {
       await(known + buffer, job_phase);
       const JobInfo job = info(buffer);
+      if (kClaims && job.items == 0) return;
       if (item < job.items) {
         const int T = tokens_of(job.tokens), history = job.fold ? 0 : job.h;
         const float* const query = floats(buffer, layout.query);
         const float* const products = floats(buffer, layout.g);
-        int local_head = kDealt ? item / params.slices : 0, slice = item - local_head * params.slices;
+        int local_head = kClaims ? item / params.slices : 0, slice = item - local_head * params.slices;
         Staged* const x_append =
             reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, job.slot)) +
             (job.first_record + ring_position(job.ring_row, lane / 2, R) * params.heads_per_group) * P + half_slice;
@@ -708,7 +773,7 @@ struct Cta {
           stage += params.consumers;
           while (stage >= params.stages) stage -= params.stages, phase ^= 1;
           slice += params.consumers;
-          if constexpr (kDealt) {
+          if constexpr (kClaims) {
             while (slice >= params.slices) slice -= params.slices, ++local_head;
           }
         }
@@ -722,13 +787,13 @@ struct Cta {
 };
 
 // Before the kernel before has ended, for a thread that has time: some of what the CTAs will begin with. Which of them
-// has which job does not matter to the L2; dealt jobs that don't flush begin with the last row.
+// has which job does not matter to the L2; claimed jobs that don't flush begin with the last row.
 constexpr int kFetched = 16 * 1024;  // bytes
-template <bool kDealt>
+template <bool kClaims>
 __device__ inline void fetch_ahead(const MmaParams& params) {
   const int H = params.scan.problem.geometry.num_heads, first = blockIdx.x * params.heads, head = first % H;
   const int rows = params.num_jobs / params.jobs_per_row;
-  const int index = kDealt ? (rows - 1 - first / H) * H + head : first;
+  const int index = kClaims ? (rows - 1 - first / H) * H + head : first;
   for (const replayssm_tensor* vector : {&params.scan.args.A_log, &params.scan.args.dt_bias, &params.scan.args.D}) {
     fetch_to_l2(*vector, head);
   }
@@ -741,25 +806,29 @@ template <typename Stored, typename Staged, Jobs kJobs>
 __global__ __launch_bounds__(kStepThreads, kCtasPerSm) void step_mma_kernel(const __grid_constant__ MmaParams params) {
   extern __shared__ __align__(16) char shared[];
   using Warps = Cta<Stored, Staged, kJobs>;
-  constexpr bool kDealt = Warps::kDealt;
+  constexpr bool kClaims = Warps::kClaims;
   Warps cta(params, shared);
   // The shuffle tells the compiler that a warp has one index.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   let_next_begin();
   cta.init_barriers(warp);
   __syncthreads();
-  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead<kDealt>(params);
-  if constexpr (!kDealt) cta.find_heads();
+  if (threadIdx.x == kStepThreads - 1 && blockIdx.x < params.fetches) fetch_ahead<kClaims>(params);
+  if constexpr (!kClaims) cta.find_heads();
   await_previous();
-  if constexpr (kDealt) cta.find_jobs();
   if (warp == 0) {
     cta.produce();
+  } else if (kClaims && warp == 1) {
+    cta.prepare_claimed_products();
+  } else if (kClaims && warp == 2) {
+    cta.prepare_claimed_weights();
   } else if (warp == 1) {
     cta.prepare(
-        true, [&](const Job& job, bool live, int buffer) { cta.request_products(job, live, buffer); },
+        true, [&](const JobInfo& job, int buffer) { cta.request_products(job, buffer); },
+        [&](int buffer) { cta.omit_products(buffer); },
         [&](int buffer, uint32_t phase, bool) { cta.finish_products(buffer, phase); });
   } else if (warp == 2) {
-    cta.template prepare_weights<Warps::kPreparing == 2, true>();
+    cta.template prepare_weights<false, true>();
   } else if (Warps::kPreparing == 3 && warp == 3) {
     cta.template prepare_weights<true, false>();
   } else if (warp - 1 - Warps::kPreparing < params.consumers) {
@@ -778,7 +847,7 @@ MmaKernel* choose_mma(int activation) {
 }
 template <typename Stored>
 MmaKernel* choose_mma(int activation, Jobs jobs) {
-  return jobs == Jobs::kDealt          ? choose_mma<Stored, Jobs::kDealt>(activation)
+  return jobs == Jobs::kClaimed        ? choose_mma<Stored, Jobs::kClaimed>(activation)
          : jobs == Jobs::kSingleTokens ? choose_mma<Stored, Jobs::kSingleTokens>(activation)
                                        : choose_mma<Stored, Jobs::kSingleHeads>(activation);
 }
@@ -789,8 +858,9 @@ int shared_limit() {
   return std::max(kSharedLimit, of_sm / kCtasPerSm - 1024);
 }
 
-// A job has as many heads as its buffers leave room for kEnoughStages and every CTA gets kEnoughJobs.
-constexpr int kEnoughStages = 6, kEnoughJobs = 8;
+// A job has as many heads as its buffers leave room for kEnoughStages and every CTA gets kEnoughJobs, of which the last
+// kHalved are halved.
+constexpr int kEnoughStages = 6, kEnoughJobs = 8, kHalved = 2;
 static_assert(kBarrierBytes +
                   JobLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, 1, Slice<float>::kQueryStride).bytes +
                   StageLayout(REPLAYSSM_MAX_WINDOW, REPLAYSSM_MAX_STEP_TOKENS, Slice<float>::kBytes).bytes <=
@@ -808,7 +878,6 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
   params.max_tokens = flush_only ? 0 : scan.args.max_count;
   params.paired = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && out.stride[0] % 2 == 0 && out.stride[1] % 2 == 0;
   params.tf32_mask = kTf32Mask;
-  params.header = reinterpret_cast<const replayssm_plan_header*>(scan.planned) - 1;
   return with_checkpoint(problem.config.checkpoint, [&](auto stored) {
     using State = Slice<decltype(stored)>;
     const int window = problem.config.window, limit = shared_limit();
@@ -825,7 +894,7 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
       const int64_t jobs = groups * params.chunks;
       if (heads == 1 || (jobs >= kEnoughJobs * ctas && stages_beside(2) >= kEnoughStages)) break;
     }
-    if (groups * params.chunks > INT32_MAX) {
+    if (groups * params.chunks > INT32_MAX / 2) {
       return fail(REPLAYSSM_UNSUPPORTED, "%s: %d rows are too many", op, rows);
     }
     params.num_jobs = static_cast<int>(groups * params.chunks);
@@ -845,16 +914,22 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     const int group_step = params.resident / params.chunks, num_groups = problem.geometry.num_groups;
     params.inverse_chunks = inverse_of(params.chunks), params.inverse_groups = inverse_of(num_groups);
     params.step = {group_step / num_groups, group_step % num_groups, params.resident % params.chunks};
-    const bool dealt = params.heads > 1;  // then there are kEnoughJobs rounds
-    params.shared_jobs = dealt ? (rounds - rounds / 8) * params.resident : params.num_jobs;
-    const int late = (params.num_jobs - params.shared_jobs + kTailJobs - 1) / kTailJobs;
+    const bool claims = params.heads > 1;
+    const int halved = claims && !flush_only ? kHalved * params.resident : 0;
+    params.header = reinterpret_cast<const replayssm_plan_header*>(scan.planned) - 1;
+    // The plan's claims are its own, zero before and after.
+    params.claims = const_cast<int32_t*>(params.header->claims) + scan.layer.layer % REPLAYSSM_PLAN_CLAIMS;
+    params.whole_jobs = params.num_jobs - halved;
+    params.num_claims = params.num_jobs + halved;
+    params.half_heads = (params.heads + 1) / 2;
+    params.spread_jobs = flush_only ? 0 : params.num_jobs / 4 * 3;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     return launch(
         op, true, limit,
-        choose_mma<decltype(stored)>(problem.config.activation, dealt                    ? Jobs::kDealt
+        choose_mma<decltype(stored)>(problem.config.activation, claims                   ? Jobs::kClaimed
                                                                 : params.max_tokens == 1 ? Jobs::kSingleTokens
                                                                                          : Jobs::kSingleHeads),
-        params.resident + late, kStepThreads, shared, exec, params);
+        params.resident, kStepThreads, shared, exec, params);
   });
 }
 
@@ -875,7 +950,7 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
 cudaError_t load_step_mma_kernels() {
   for (int format : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (Jobs jobs : {Jobs::kDealt, Jobs::kSingleHeads, Jobs::kSingleTokens}) {
+      for (Jobs jobs : {Jobs::kClaimed, Jobs::kSingleHeads, Jobs::kSingleTokens}) {
         MmaKernel* const kernel =
             with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation, jobs); });
         cudaError_t error = load_kernel(kernel);
