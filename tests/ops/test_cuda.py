@@ -332,6 +332,52 @@ def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy, c
         assert same_bits(outputs, results[0][0]) and same_bits(data, results[0][1])
 
 
+@pytest.mark.parametrize(
+    "tokens, checkpoint, read_copy",
+    [(1, "fp32", "none"), (2, "fp32", "none"), (1, "fp16", "none"), (1, "fp32", "nvfp4")],
+)
+def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy):
+    """Its rows name other slots, histories and flags, in range or not; slots are reset and a plan is abandoned."""
+    geometry, rows, steps = MambaGeometry(32, 64, 2, 128), 4, 24
+    config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.stack([torch.randperm(rows, generator=generator) for _ in range(steps)]).to(CUDA, torch.int32)
+    values = torch.tensor([-(2**31), -1, 0, 1, 2, 3, 5, 8, 9, 2**31 - 1], dtype=torch.int32)
+    streams = torch.arange(rows, device=CUDA)
+    results = []
+    for captured in (False, True):
+        pool = StatePool(geometry, config, rows, 1, CUDA)
+        pool.reset(range(rows), range(rows))
+        plan = Plan(pool, rows)
+        held = values[torch.randint(len(values), (steps, plan.buffer.numel() // 4), generator=generator)].to(CUDA)
+        outputs = torch.zeros(steps, rows * tokens, 32, 64, dtype=torch.bfloat16, device=CUDA)
+
+        def step(number, pool=pool, plan=plan, held=held, outputs=outputs):
+            if number == steps // 2:
+                pool.reset(slots[number], streams)
+                pool.plan(slots[number], tokens, out=plan)
+                pool.abandon(plan)
+            plan.buffer.view(torch.int32).copy_(held[number])
+            pool.plan(slots[number], tokens, out=plan)
+            ops.step(pool, 0, plan, *given.span(0, rows * tokens), *weights, out=outputs[number])
+            pool.commit(plan)
+
+        if captured:
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                for number in range(steps):
+                    step(number)
+            graph.replay()
+        else:
+            for number in range(steps):
+                step(number)
+                torch.cuda.synchronize()
+        pool.validate()
+        assert pool.stats()["flushes"] > 0
+        results.append((outputs, pool.data))
+    assert all(map(same_bits, *results))
+
+
 @pytest.mark.parametrize("head_dim, checkpoint", [(64, "fp32"), (64, "fp16"), (80, "fp32")])
 def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint):
     """Few heads are shared out among more CTAs."""

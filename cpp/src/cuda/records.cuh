@@ -269,6 +269,13 @@ replayssm_status flush_mma(const replayssm_exec& exec, const Problem& problem, c
                            const replayssm_table& table, const void* plan, int32_t rows, const replayssm_tensor& A_log);
 cudaError_t load_step_mma_kernels();
 
+// ---- step of float32 checkpoints in small batches (step_head.cu) ---------------------------------------------------
+
+// Whether this kernel takes a step that step_mma() could take: the bits are the same.
+bool has_step_head(const ScanParams& params, int32_t rows);
+replayssm_status step_head(const replayssm_exec& exec, const ScanParams& params, int32_t rows);
+cudaError_t load_step_head_kernels();
+
 // ---- step from quantised and 16-bit states on tensor cores (step_read.cu) -------------------------------------------
 
 // Whether these kernels take the pool's steps; if not fused, rows flagged FLUSH must have been folded before.

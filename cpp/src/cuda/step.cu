@@ -513,7 +513,8 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
     return step_read(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
   }
   if (has_step_mma(problem)) {
-    return step_mma(exec, make_scan_params(problem, layer, table, plan, args, flushed), rows);
+    const ScanParams params = make_scan_params(problem, layer, table, plan, args, flushed);
+    return has_step_head(params, rows) ? step_head(exec, params, rows) : step_mma(exec, params, rows);
   }
   // A head's scales need all of it, which fold_kernel has in one CTA: quantised states are flushed by a launch of their
   // own, and the rows that flushed read what it left in the L2. So are those that step_read.cu has no room to fold.
@@ -537,6 +538,7 @@ replayssm_status step(const replayssm_exec& exec, const Problem& problem, const 
 
 cudaError_t load_step_kernels() {
   cudaError_t error = load_step_mma_kernels();
+  if (error == cudaSuccess) error = load_step_head_kernels();
   if (error == cudaSuccess) error = load_step_read_kernels();
   replayssm_config config{};
   for (int read_copy : {REPLAYSSM_READ_COPY_NONE, REPLAYSSM_READ_COPY_FP8, REPLAYSSM_READ_COPY_NVFP4,

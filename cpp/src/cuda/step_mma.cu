@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // step and flush of plain checkpoints on tensor cores: state_dim 128, head_dim a multiple of 16, 16-bit activations, no
-// read copy. Of 16-bit checkpoints step_read.cu takes the steps of pools that flush seldom.
+// read copy. Of 16-bit checkpoints step_read.cu takes the steps of pools that flush seldom, of float32 ones
+// step_head.cu those of small batches.
 //
 //     y_s = exp(f_s) [ d S C_s + sum_i v_i (B_i . C_s) x_i ] + sum_{r<=s} u_rs x_r,    u_ss including D
 //
@@ -43,8 +44,7 @@
 // it. Which CTA and warp has a slice, and how many heads a job has, changes no bit. Dead records are never read.
 #include <algorithm>
 
-#include "head_state.cuh"
-#include "pipeline.cuh"
+#include "slice.cuh"
 
 namespace replayssm {
 namespace cuda {
@@ -57,12 +57,6 @@ constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
 #endif
-#if __CUDA_ARCH__ >= 900
-constexpr bool kSendsBlocks = true;  // from shared memory
-#else
-constexpr bool kSendsBlocks = false;
-#endif
-constexpr int kTile = 8;  // tokens in a product
 constexpr int kMaxHeads = 4;
 constexpr int kMaxJobBuffers = 4, kMaxStages = 32;
 constexpr int kBarrierBytes = round_up((5 * kMaxJobBuffers + 2 * kMaxStages) * 8, 128);
@@ -139,140 +133,6 @@ struct MmaParams {
   bool flush_only;     // the flush op: no tokens
   bool paired;         // outputs can be stored two at a time
   uint32_t tf32_mask;  // kTf32Mask, hidden from the compiler: see split()
-};
-
-// ---- a slice of the state ------------------------------------------------------------------------------------------
-
-// A slice of a checkpoint format in shared memory, as a lane sees it. It lies as in the checkpoint, but that 64 bytes
-// part its halves. Lane (g, t) has a pair of rows of one half or the other, so that the 8 lanes of a load meet no bank
-// twice.
-template <typename Stored>
-struct Slice {
-  static constexpr int kVec = Packed<Stored>::kVec;
-  static constexpr int kRowBytes = kMaxStateDim * sizeof(Stored);
-  static constexpr int kHalfBytes = kSliceWidth / 2 * kRowBytes, kHalfStride = kHalfBytes + 64;
-  static constexpr int kBytes = kHalfStride + kHalfBytes;
-  static constexpr int kBlocks = kRowBytes / 64;  // of 4 lanes' 16 bytes
-  // Floats from token to token of C, so that the loads of multiply() meet no bank twice.
-  static constexpr int kQueryStride = kMaxStateDim + (kVec == 4 ? 16 : 4);
-
-  char* base;
-  int lane;
-
-  // The lane's first row.
-  __device__ static int first_row(int lane) { return lane / 8 * 2 + lane / 4 % 2 * (kSliceWidth / 2); }
-
-  // 16 bytes of block `block`, of the lane's first or second row.
-  __device__ uint4& piece(int block, int row) const {
-    return *reinterpret_cast<uint4*>(base + lane / 8 * 2 * kRowBytes + lane / 4 % 2 * kHalfStride + lane % 4 * 16 +
-                                     row * kRowBytes + block * 64);
-  }
-
-  __device__ void clear() const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) piece(b, 0) = piece(b, 1) = make_uint4(0, 0, 0, 0);
-  }
-
-  // `source` is the slice in the checkpoint. All lanes arrive at the barrier when it has come.
-  __device__ void request(const Stored* source, Barrier* barrier) const {
-    const char* const bytes = reinterpret_cast<const char*>(source);
-#if __CUDA_ARCH__ >= 900
-    if (elect_lane()) {
-      request_block(base, bytes, kHalfBytes, barrier);
-      request_block(base + kHalfStride, bytes + kHalfBytes, kHalfBytes, barrier);
-    }
-#else
-#pragma unroll
-    for (int k = 0; k < 2 * kHalfBytes; k += 512) {
-      request_16_bytes(base + k + (k < kHalfBytes ? 0 : kHalfStride - kHalfBytes) + lane * 16, bytes + k + lane * 16);
-    }
-#endif
-  }
-
-  // sum = S C for the 8 tokens of which `token`, a row of C in float32, is the g-th. Lane (g, t) gets tokens 2t, 2t + 1
-  // of its first row, then of its second.
-  __device__ void multiply(const float* token, uint32_t mask, float (&sum)[4]) const {
-    const int t = lane % 4;
-    float high[2][4] = {}, low[2][4] = {};
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float upper[kVec], lower[kVec], c[kVec];
-      Packed<Stored>::unpack(piece(b, 0), upper);
-      Packed<Stored>::unpack(piece(b, 1), lower);
-      load_shared<kVec>(token + b * 4 * kVec + t * kVec, c);
-#pragma unroll
-      for (int i = 0; i < kVec; i += 2) {
-        const float state[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]}, q[2] = {c[i], c[i + 1]};
-        if constexpr (sizeof(Stored) == 2) {
-          multiply_tf32(high[i / 2 % 2], state, q);
-        } else {
-          float state_high[4], state_low[4];
-          split(state, mask, state_high, state_low);
-          multiply_tf32(high[i / 2 % 2], state_high, q);
-          multiply_tf32(low[i / 2 % 2], state_low, q);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(__fadd_rn(high[0][i], high[1][i]), __fadd_rn(low[0][i], low[1][i]));
-  }
-
-  // S <- decay S + sum_i weight_i x_i (outer) B_i over h records, here and in the checkpoint at `target`. p: the
-  // slice's first row; x: the lane's rows of record 0; B: record 0. From record h to a multiple of 8 all three hold
-  // zeros.
-  template <typename Staged>
-  __device__ void fold(const StateOwner& owner, int p, Stored* target, const Staged* x, const Staged* B,
-                       const float* weight, float decay, int h, uint32_t mask) const {
-    constexpr int kPart = sizeof(Stored) == 4 ? 2 : 1;  // blocks at a time
-    const int t = lane % 4;
-    const PlainRounding rounding(owner);
-    bool finite = true;
-    float zeros[2] = {};  // of float32 states; a NaN if a value is none or infinite, for the fewest instructions
-#pragma unroll 1
-    for (int part = 0; part < kBlocks; part += kPart) {
-      float state[2][kPart][kVec];
-#pragma unroll
-      for (int b = 0; b < kPart; ++b)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) Packed<Stored>::unpack(piece(part + b, i), state[i][b]);
-      add_records(state, x, B + part * 4 * kVec, weight, decay, h, lane, mask);
-#pragma unroll
-      for (int b = 0; b < kPart; ++b) {
-        const int row = first_row(lane), column = ((part + b) * 4 + t) * kVec;
-        uint4 folded[2];
-        if constexpr (sizeof(Stored) == 4) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            folded[i] = Packed<Stored>::pack(state[i][b]);
-#pragma unroll
-            for (int v = 0; v < kVec; ++v) zeros[i] = fmaf(state[i][b][v], 0.0f, zeros[i]);
-          }
-        } else {
-          rounding.pack<Stored>(p + row, column, state, b, folded, finite);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          piece(part + b, i) = folded[i];
-          if constexpr (!kSendsBlocks) {
-            __stwb(reinterpret_cast<uint4*>(target + (row + i) * kMaxStateDim + column), folded[i]);
-          }
-        }
-      }
-    }
-    if (!finite || zeros[0] + zeros[1] != 0.0f) owner.report_not_finite();
-    if constexpr (kSendsBlocks) {
-      finish_stores_before_blocks();
-      __syncwarp();
-      if (elect_lane()) {
-        send_block(target, base, kHalfBytes);
-        send_block(reinterpret_cast<char*>(target) + kHalfBytes, base + kHalfStride, kHalfBytes);
-      }
-    }
-  }
-  // Until the slice's memory may hold another.
-  __device__ void await_stored() const {
-    if (elect_lane()) await_blocks_read();
-  }
 };
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
@@ -647,7 +507,6 @@ struct Cta {
     }
     const int R = params.scan.problem.ring_rows;
     const int T = tokens_of(job.tokens), history = job.fold ? 0 : job.h;
-    const int g = lane / 4, t = lane % 4;
     const int part_row = lane / kParts, part_column = lane % kParts * 8;
     Staged* const B = staged(buffer, layout.b);
     Staged* const C = staged(buffer, layout.c);
@@ -670,25 +529,7 @@ struct Cta {
     __syncwarp();
     if (lane == 0) arrive(known + buffer);
 
-    // B^T C, 16 records by 8 tokens at a time; rows and columns beyond the last repeat it. The history ends with
-    // zeros up to a multiple of 8 records.
-    const int count = T + history, padded_count = T + round_up(history, 8);
-#pragma unroll 1
-    for (int first = 0; first < padded_count; first += 16) {
-#pragma unroll 1
-      for (int token = 0; token < T; token += kTile) {
-        float sum[2][4] = {};
-        multiply_records(B, first, count, C, token, T, g, t, sum);
-        float* const target = products + (first + g) * layout.g_stride + token + 2 * t;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<float2*>(target + 8 * half * layout.g_stride) =
-              first + g + 8 * half < count
-                  ? make_float2(sum[0][2 * half] + sum[1][2 * half], sum[0][2 * half + 1] + sum[1][2 * half + 1])
-                  : make_float2(0.0f, 0.0f);
-        }
-      }
-    }
+    multiply_all_records(B, T + history, T + round_up(history, 8), C, T, layout.g_stride, lane, products);
     __syncwarp();
     if (lane == 0) arrive(multiplied + buffer);
   }
@@ -771,29 +612,10 @@ struct Cta {
         step = discretised_step(bits_to_float(inputs.dt[pass], args.dt.dtype), bias, args.dt_min, args.dt_max);
         inputs.delta_ring[ring_position(inputs.ring_row, s, R) * params.heads_per_group + k] = step;
       }
-      const float log_decay = __fmul_rn(A, step);
-      float sum = log_decay;  // up to this token
-      if (T > 1) {
-#pragma unroll
-        for (int distance = 1; distance < 16; distance *= 2) {
-          const float other = __shfl_up_sync(~0u, sum, distance, 16);
-          if (s >= distance) sum = __fadd_rn(sum, other);
-        }
-      }
-      if (exists) floats(buffer, layout.token_decay)[k * layout.g_stride + s] = expf(sum);
-      if (pass == 0) await(multiplied + buffer, phase);
-      float exponent = 0.0f;
-#pragma unroll 1
-      for (int back = 0; back < T; ++back) {
-        const float step_r = __shfl_up_sync(~0u, step, back, 16);
-        const float log_decay_r = __shfl_up_sync(~0u, log_decay, back, 16);
-        if (exists && s >= back) {
-          const int entry = (s - back) * layout.g_stride + s;
-          const float weight = __fmul_rn(step_r, expf(exponent));
-          u[k * layout.u_stride + entry] = fmaf(weight, products[entry], back == 0 ? D : 0.0f);
-          exponent = __fadd_rn(exponent, log_decay_r);
-        }
-      }
+      weigh_tokens(A, D, step, exists, s, T, layout.g_stride, floats(buffer, layout.token_decay) + k * layout.g_stride,
+                   products, u + k * layout.u_stride, [&] {
+                     if (pass == 0) await(multiplied + buffer, phase);
+                   });
     }
     __syncwarp();
     if (lane == 0) arrive(ready + buffer);
@@ -856,20 +678,6 @@ struct Cta {
     });
   }
 
-  // What the product of finite x leaves out: x of tokens up to s and s + 1 with a NaN or an infinity, for a pair of
-  // rows.
-  __device__ void add_not_finite(const Staged* x, const float* weights, int count, int s, float (&y)[4]) const {
-#pragma unroll 1
-    for (int r = 0; r < count; ++r) {
-      const uint32_t word = *reinterpret_cast<const uint32_t*>(x + r * kSliceWidth);
-      if (is_finite<Staged>(word)) continue;
-      const float2 pair = unpack_pair<Staged>(word);
-      const float2 weight = *reinterpret_cast<const float2*>(weights + r * layout.g_stride);
-      if (r <= s) y[0] = fmaf(weight.x, pair.x, y[0]), y[2] = fmaf(weight.x, pair.y, y[2]);
-      if (r <= s + 1) y[1] = fmaf(weight.y, pair.x, y[1]), y[3] = fmaf(weight.y, pair.y, y[3]);
-    }
-  }
-
   // ---- consumers: slice after slice ----
   __device__ void consume(int warp) const {
     const Problem& problem = params.scan.problem;
@@ -902,7 +710,16 @@ struct Cta {
           const Staged* const new_x = reinterpret_cast<const Staged*>(source + stage_layout.x) + own_row;
           const Staged* const old_x = new_x + T * kSliceWidth;
           const State state{source, lane};
-          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride + t;
+          const float* const weights = floats(buffer, layout.v) + local_head * layout.v_stride;
+          const TokenSums<Staged> sums{new_x,
+                                       weights,
+                                       products,
+                                       floats(buffer, layout.u) + local_head * layout.u_stride,
+                                       floats(buffer, layout.token_decay) + local_head * layout.g_stride,
+                                       T,
+                                       layout.g_stride,
+                                       lane,
+                                       params.tf32_mask};
           await(empty + stage, phase ^ 1);  // else the next could take an earlier round for this one
           await(full + stage, phase);
           if (lane < 2 * T && params.scan.append) {
@@ -917,8 +734,10 @@ struct Cta {
                                    job.row, job.stream,        job.writes};
             Stored* const checkpoint = reinterpret_cast<Stored*>(section_of(params.scan.layer.checkpoint, job.slot)) +
                                        (static_cast<int64_t>(head) * P + slice * kSliceWidth) * N;
-            state.fold(owner, slice * kSliceWidth, checkpoint, old_x, staged(buffer, layout.b) + T * kStride,
-                       weights - t, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            const bool finite = state.fold(owner, slice * kSliceWidth, old_x, staged(buffer, layout.b) + T * kStride,
+                                           weights, floats(buffer, layout.decay)[local_head], job.h, params.tf32_mask);
+            if (!finite) owner.report_not_finite();
+            state.store(checkpoint);
           }
 #pragma unroll 1
           for (int first = 0; first < T; first += kTile) {
@@ -932,46 +751,9 @@ struct Cta {
 #pragma unroll
               for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(y[i], decay);
             }
-            const float* const product = products + (T + t) * layout.g_stride + first + g;
-#pragma unroll 1
-            for (int i = 0; i < history; i += 8) {
-              const float2 x0 = unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + t) * kSliceWidth));
-              const float2 x1 =
-                  unpack_pair<Staged>(*reinterpret_cast<const uint32_t*>(old_x + (i + 4 + t) * kSliceWidth));
-              const float values[4] = {x0.x, x0.y, x1.x, x1.y};
-              const float weight[2] = {weights[i] * product[i * layout.g_stride],
-                                       weights[i + 4] * product[(i + 4) * layout.g_stride]};
-              float high[2], low[2];
-              split(weight, params.tf32_mask, high, low);
-              multiply_tf32(y, values, low);
-              multiply_tf32(y, values, high);
-            }
-
+            sums.add_history(first, history, y);
+            sums.add_tokens(first, y);
             const int s = first + 2 * t;
-            const float2 since =
-                *reinterpret_cast<const float2*>(floats(buffer, layout.token_decay) + local_head * layout.g_stride + s);
-            y[0] *= since.x, y[1] *= since.y, y[2] *= since.x, y[3] *= since.y;
-            const float* const new_weights = floats(buffer, layout.u) + local_head * layout.u_stride;
-            bool finite = true;
-#pragma unroll 1
-            for (int r = t; r < min(first + kTile, T) + t; r += kTile) {
-              float values[4], high[2], low[2];
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                const uint32_t word =
-                    r + 4 * i < T ? *reinterpret_cast<const uint32_t*>(new_x + (r + 4 * i) * kSliceWidth) : 0;
-                const bool word_finite = is_finite<Staged>(word);
-                finite = finite && word_finite;
-                const float2 pair = unpack_pair<Staged>(word_finite ? word : 0);
-                values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
-              }
-              const float weight[2] = {new_weights[r * layout.g_stride + first + g],
-                                       new_weights[(r + 4) * layout.g_stride + first + g]};
-              split(weight, params.tf32_mask, high, low);
-              multiply_tf32(y, values, low);
-              multiply_tf32(y, values, high);
-            }
-            if (!__all_sync(~0u, finite)) add_not_finite(new_x, new_weights + s, min(first + kTile, T), s, y);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               if (s + i >= T) continue;
@@ -985,13 +767,7 @@ struct Cta {
               }
             }
           }
-          if (job.fold) {
-            if constexpr (kSendsBlocks) {
-              state.await_stored();
-            } else {
-              finish_stores_before_blocks();
-            }
-          }
+          if (job.fold) state.await_stored();
           __syncwarp();
           if (lane == 0) arrive(empty + stage);
           stage += params.consumers;
