@@ -399,6 +399,30 @@ def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint)
         assert same_bits(*outputs) and same_bits(*states)
 
 
+@pytest.mark.parametrize("head_dim, tokens, window", [(64, 1, 8), (64, 3, 8), (80, 1, 32), (80, 16, 32)])
+def test_bits_of_a_row_alone_and_among_others(head_dim, tokens, window):
+    """On a GPU of 132 multiprocessors: alone its heads have a CTA each, all of which begin before the plan is made;
+    among five of its like some don't; among twenty CTAs take several heads.
+    """
+    geometry, config = MambaGeometry(80, head_dim, 2, 128), ReplayConfig(window=window, max_step_tokens=tokens)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 20 * tokens, CUDA)
+    outputs, states = [], []
+    for first, last in ((0, 20), (15, 20), (17, 18)):
+        pool = StatePool(geometry, config, last - first, 1, CUDA)
+        pool.reset(range(last - first))
+        outputs.append([])
+        for _ in range(2 * window // tokens + 2):
+            plan = pool.plan(range(last - first), tokens)
+            out = ops.step(pool, 0, plan, *given.span(first * tokens, last * tokens), *weights)
+            pool.commit(plan, check=True)
+            outputs[-1].append(out.unflatten(0, (-1, tokens))[17 - first])
+        assert pool.stats()["flushes"] >= last - first
+        outputs[-1] = torch.stack(outputs[-1])
+        states.append(pool.data[0, 17 - first])
+    assert all(same_bits(outputs[0], other) for other in outputs[1:])
+    assert all(same_bits(states[0], other) for other in states[1:])
+
+
 @pytest.mark.parametrize("tokens, flush_first", [(1, False), (2, False), (2, True)])
 def test_batches_whose_jobs_are_claimed(tokens, flush_first):
     """Two batches of one pool at the same time, on two streams, in a graph; so large, on a GPU of up to 148
