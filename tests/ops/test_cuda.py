@@ -400,7 +400,7 @@ def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint)
 
 
 @pytest.mark.parametrize("head_dim, tokens, window", [(64, 1, 8), (64, 3, 8), (80, 1, 32), (80, 16, 32)])
-def test_bits_of_a_row_alone_and_among_others(head_dim, tokens, window):
+def test_bits_of_float32_rows_alone_and_among_others(head_dim, tokens, window):
     """On a GPU of 132 multiprocessors: alone its heads have a CTA each, all of which begin before the plan is made;
     among five of its like some don't; among twenty CTAs take several heads.
     """
