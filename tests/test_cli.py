@@ -194,6 +194,7 @@ def test_generate_json_from_a_file_of_prompts(tmp_path):
     result = json.loads(run("generate", *arguments, "--mode", "conventional", "--device", "cpu", "--json").stdout)
     assert [entry["prompt"] for entry in result["results"]] == ["In the beginning", "And it came to pass"]
     assert result["mode"] == "conventional"
+    assert result["counted"] == {"conventional": "while decoding", "replay": "by a rehearsal of the same steps"}
     traffic = result["traffic"]
     assert traffic["conventional"]["state_bytes_written"] > 4 * traffic["replay"]["state_bytes_written"] > 0
     assert traffic["conventional"]["tokens"] == traffic["replay"]["tokens"] == result["decode_tokens"]

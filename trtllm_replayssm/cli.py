@@ -40,15 +40,15 @@ PROMPTS = (
 MARGIN = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 SPACING = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}
 
-# Options of generate that an engine folder decides, and what they may say all the same: their defaults, and the truth.
+# Options of generate that an engine folder decides, and their defaults.
 _BUILT_IN = {
-    "mode": ("auto", "replay"),
-    "window": ("auto",),
-    "checkpoint_format": ("fp32",),
-    "read_copy": ("none",),
-    "device": (None,),
-    "dtype": (None,),
-    "deterministic": (False,),
+    "mode": "replay",
+    "window": "auto",
+    "checkpoint_format": "fp32",
+    "read_copy": "none",
+    "device": None,
+    "dtype": None,
+    "deterministic": False,
 }
 
 
@@ -93,12 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     prompt.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, generated together; - reads stdin")
-    generate.add_argument(
-        "--mode",
-        choices=("auto", "replay", "conventional"),
-        default="auto",
-        help="auto (default): replay, but conventional where the texts decoded at once are so few that it is faster",
-    )
+    generate.add_argument("--mode", choices=("replay", "conventional"), default="replay", help="default: %(default)s")
     generate.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the most likely token"
     )
@@ -309,8 +304,6 @@ def _generate(options) -> int:
         f"\n{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s  "
         f"({mode}, {engine.device}, {_dtype_name(engine)})"
     )
-    if (options.mode, mode) == ("auto", "conventional"):
-        print("  (--mode auto took conventional: faster for so few texts at once)")
     _print_traffic(traffic, engine.window)
     print(f"  ({other}: what it moves for the same tokens, counted without running the model)")
     if speculation:
@@ -469,8 +462,8 @@ def _engine(runtime, options, mode: str, prompts: int, **more):
 
 def _engine_runner(runtime, options, **speculation):
     """An engine folder; ValueError for options that are decided when it is built."""
-    for name, allowed in _BUILT_IN.items():
-        if getattr(options, name) not in allowed:
+    for name, default in _BUILT_IN.items():
+        if getattr(options, name) != default:
             raise ValueError(f"--{name.replace('_', '-')}: the engine folder says that already")
     return runtime.EngineRunner(options.engine, executor=options.executor or "tensorrt", **speculation)
 

@@ -57,7 +57,6 @@ def test_step(bench):
     replay, conventional = records
     assert (replay["mode"], conventional["mode"]) == ("replay", "conventional")
     assert replay["flushes_per_step"] == round(3 / replay["window"], 4) and conventional["flushes_per_step"] == 0
-    assert replay["auto"] == conventional["auto"] == "replay"  # on a CPU
     for record in records:
         assert record["bench"] == "step" and record["weights"] == "random" and record["context"] == 16
         assert tuple(record["parts_us"]) == PARTS and all(us > 0 for us in record["parts_us"].values())

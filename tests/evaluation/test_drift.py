@@ -271,7 +271,7 @@ def test_generation_is_greedy_decoding(device):
     of = subject.Subject(TINY, device, "float32")
     prompts = torch.tensor([of.tokenizer.encode("In the beginning God created the heaven and the earth")[:12]] * 2)
     tokens = generation.generate(of, ReplayConfig(16, 4, activation="fp32"), prompts.to(device), 20, 4)
-    engine = Engine(TINY, mode="replay", device=str(device), dtype="float32", max_batch=1)
+    engine = Engine(TINY, device=str(device), dtype="float32", max_batch=1)
     params = SamplingParams(max_tokens=20, stop_tokens=())
     expected = engine.generate([prompts[0].tolist()], params)[0].tokens
     assert tokens.tolist() == [expected, expected]

@@ -3,6 +3,7 @@
 counted, refused and reported. The formats themselves: test_number_formats.py, test_stochastic_rounding.py.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -341,6 +342,28 @@ def test_traffic_is_counted_in_the_formats_bytes(device, checkpoint, read_copy):
     by_steps = whole if read_copy == "none" else sizes[read_copy]
     assert stats["state_bytes_read"] == 18 * by_steps + 2 * whole
     assert stats["state_bytes_written"] == 3 * (whole + sizes[read_copy])
+
+
+def test_states_rounded_once_a_window_have_smaller_errors(device):
+    """Outputs after 1024 tokens, from an FP16 state that is rounded at each of them, or once a window of 16: sixteen
+    times as many independent errors are four times as large."""
+    tokens, delta, memory = 1024, 0.01, torch.tensor([64.0, 512.0])
+    inputs = random_tokens(GEOMETRY, torch.float32, tokens, device)._replace(dt=torch.zeros(tokens, 2, device=device))
+    values = -torch.log(memory * delta), torch.zeros(2), torch.full((2,), math.log(math.expm1(delta)))
+    weights = Weights(*(value.to(device) for value in values))
+
+    def outputs(op, checkpoint):
+        pool, made = StatePool(GEOMETRY, config_of(checkpoint, "none", 16), 1, 1, device), []
+        pool.reset(0)
+        for t in range(tokens):
+            plan = pool.plan(0)
+            made.append(op(pool, 0, plan, *inputs.span(t, t + 1), *weights))
+            pool.commit(plan)
+        return torch.cat(made[-256:])
+
+    exact = outputs(ops.conventional_step, "fp32")
+    errors = [(outputs(op, "fp16") - exact).norm(dim=(0, 2)) for op in (ops.conventional_step, ops.step)]
+    assert torch.all(errors[0] > 3 * errors[1])
 
 
 @pytest.mark.parametrize("op", [ops.conventional_step, ops.conventional_verify])

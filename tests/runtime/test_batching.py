@@ -28,8 +28,8 @@ def drain(engine, *sequences):
 @pytest.mark.parametrize("chunk", [1, 3, 15, 16, 17, 64])
 def test_chunked_prefill_equals_one_shot(chunk, recorded, device):
     """1, conv_kernel - 1, window - 1, window, window + 1 and a power of two."""
-    whole = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=1)
-    cut = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=1, prefill_chunk=chunk)
+    whole = Engine(TINY, device=device, dtype="float32", max_batch=1)
+    cut = Engine(TINY, device=device, dtype="float32", max_batch=1, prefill_chunk=chunk)
     tokens = whole.tokenizer.encode(LONG)[:100]
     assert relative_error(cut.logits(tokens), whole.logits(tokens)) <= 1e-4
     (one,), (other,) = whole.generate([tokens], endless(24)), cut.generate([tokens], endless(24))
@@ -79,8 +79,8 @@ def test_interleaved_requests_equal_solo_runs_bit_for_bit(recorded, device):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batched_greedy_texts_part_only_at_ties(device, dtype):
-    together = Engine(TINY, mode="replay", device=device, dtype=dtype, max_batch=7)
-    alone = Engine(TINY, mode="replay", device=device, dtype=dtype, max_batch=1)
+    together = Engine(TINY, device=device, dtype=dtype, max_batch=7)
+    alone = Engine(TINY, device=device, dtype=dtype, max_batch=1)
     texts = together.generate(PROMPTS[:12], SamplingParams(max_tokens=40))
     for text, prompt in zip(texts, PROMPTS, strict=False):
         same_text(alone, text, alone.generate([prompt], SamplingParams(max_tokens=40))[0])
@@ -164,9 +164,9 @@ def test_slot_reuse_carries_nothing_over(mode, recorded, device):
 def test_dirty_memory_changes_nothing(recorded, device):
     """A01: every byte of the state pool and every cached key is garbage before the first request."""
     params = endless(40)
-    (clean,) = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=3).generate([PROMPTS[0]], params)
+    (clean,) = Engine(TINY, device=device, dtype="float32", max_batch=3).generate([PROMPTS[0]], params)
     expected, recorded[:] = torch.cat(recorded), []
-    engine = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=3)
+    engine = Engine(TINY, device=device, dtype="float32", max_batch=3)
     engine.memory.pool.data.fill_(0xFF)
     engine.memory.kv.keys.fill_(float("nan"))
     engine.memory.kv.values.fill_(float("nan"))
@@ -177,7 +177,7 @@ def test_dirty_memory_changes_nothing(recorded, device):
 
 def test_more_requests_than_slots_wait_in_line(device):
     """A07: exactly max_batch live requests for 100 steps; one more waits and then runs."""
-    engine = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=4)
+    engine = Engine(TINY, device=device, dtype="float32", max_batch=4)
     texts = [engine.add_request(prompt, endless(110)) for prompt in PROMPTS[:4]]
     late = engine.add_request(PROMPTS[4], endless(5))
     for _ in range(100):
@@ -191,9 +191,9 @@ def test_more_requests_than_slots_wait_in_line(device):
 def test_eager_steps_of_1_31_and_32_rows(small, device):
     """A12: memory for 32, and no graph of any size."""
     prompts = [list(range(10 + index, 14 + index)) for index in range(32)]
-    alone = Engine(small, mode="replay", device=device, dtype="float32", max_batch=1)
+    alone = Engine(small, device=device, dtype="float32", max_batch=1)
     expected = [alone.generate([prompt], endless(10))[0] for prompt in prompts]
-    engine = Engine(small, mode="replay", device=device, dtype="float32", max_batch=32, cuda_graphs=False)
+    engine = Engine(small, device=device, dtype="float32", max_batch=32, cuda_graphs=False)
     for rows in (1, 31, 32):
         for text, other in zip(engine.generate(prompts[:rows], endless(10)), expected, strict=False):
             same_text(alone, other, text)
@@ -266,7 +266,7 @@ def test_bad_requests_are_refused(small, prompt, params, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "off"}, "mode is 'off', expected one of auto, replay, conventional"),
+        ({"mode": "off"}, "mode is 'off', expected one of replay, conventional"),
         ({"mode": ""}, "mode is ''"),
         ({"device": "tpu"}, "device is 'tpu', expected cpu or cuda"),
         ({"dtype": "int8"}, "dtype is 'int8'"),

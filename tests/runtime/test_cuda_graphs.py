@@ -32,7 +32,7 @@ def test_graphs_and_single_launches_agree(device, mode, dtype):
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.parametrize("speculation", [None, "mtp"])
 def test_a_graph_is_captured_once(device, speculation):
-    engine = Engine(TINY, mode="replay", device=device, max_batch=4, context=256, speculation=speculation)
+    engine = Engine(TINY, device=device, max_batch=4, context=256, speculation=speculation)
     engine.generate(PROMPTS[:4], SamplingParams(max_tokens=150, stop_tokens=()))
     captured = dict(engine._runner.graphs.captured)
     engine.generate(PROMPTS[4:8], SamplingParams(max_tokens=150, stop_tokens=()))

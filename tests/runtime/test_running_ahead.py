@@ -14,7 +14,7 @@ from .prompts import PROMPTS
 
 
 def engine_for(speculation, device="cpu", ahead=True, **options):
-    engine = Engine(TINY, mode="replay", device=device, dtype="float32", speculation=speculation, **options)
+    engine = Engine(TINY, device=device, dtype="float32", speculation=speculation, **options)
     engine._runner.together = ahead
     if speculation == "mtp":
         engine._drafter.together = ahead

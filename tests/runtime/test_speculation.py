@@ -105,9 +105,7 @@ def test_sampled_texts_are_those_of_plain_sampling(drafter, device):
 @pytest.mark.parametrize("right", [0, 1, 3])
 def test_state_is_that_of_the_accepted_tokens(right, device, in_step):
     """A20: what the Mamba layers remember after verification is what they remember after the accepted tokens alone."""
-    (known,) = Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=1).generate(
-        [PROMPTS[0]], endless(150)
-    )
+    (known,) = Engine(TINY, device=device, dtype="float32", max_batch=1).generate([PROMPTS[0]], endless(150))
     engine = Engine(TINY, device=device, dtype="float32", max_batch=1, speculation=Scripted([known], right))
     text = engine.add_request(PROMPTS[0], endless(150))
     other = Engine(TINY, device=device, dtype="float32", max_batch=1, mode="conventional")

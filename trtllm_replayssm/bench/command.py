@@ -401,7 +401,6 @@ def _step(options) -> int:
             ("batch", "batch", 5, "d"),
             ("context", "context", 7, "d"),
             ("mode", "mode", 12, "s"),
-            ("auto", "auto", 12, "s"),
             ("us", "us", 10, ".1f"),
             ("min", "us_min", 9, ".1f"),
             ("max", "us_max", 9, ".1f"),

@@ -5,8 +5,6 @@ A step is what the runtime launches for it, as a CUDA graph: plan, all layers, h
 device is measured, without the host's share. Rows stand at staggered phases of their windows and flushes
 are counted, as in `bench kernel`. The context is that of attention: every row reads so many positions.
 
-A record's "auto" is the mode that the runtime takes by itself for a pool of so many slots.
-
 What the parts take is measured in a second graph with events between them: an event costs about as much as a small
 launch, so that the parts add up to somewhat more than the step.
 """
@@ -17,12 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 
 from ..runtime.attention import Attention
-from ..runtime.decode_mode import resolve
 from ..runtime.frontier import Turn, asked
 from ..runtime.mamba_mixer import MambaMixer
 from ..runtime.mlp import MLP
@@ -70,15 +66,6 @@ class StepBench:
             "replay": self.subject.replay_config(window, 1, *formats),
             "conventional": self.subject.replay_config(2, 1, conventional_state),
         }
-        self._auto = partial(
-            resolve,
-            "auto",
-            device,
-            self.subject.config.geometry,
-            window=window or "auto",
-            checkpoint_format=formats[0],
-            read_copy=formats[1],
-        )
         window = self._configs["replay"].window
         self.steps = -(-steps // window) * window
         self._models: dict[str, tuple] = {}
@@ -128,7 +115,6 @@ class StepBench:
             **figures,
             "tokens_per_second": round(case.batch / (figures["us"] * 1e-6)),
             "flushes_per_step": round(flushes, 4),
-            "auto": self._auto(case.batch),
             "parts_us": loop.parts(config.window),
         }
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from .. import ReplayConfig, SlotLayout, _core, self_test
 from .batch import Row
-from .decode_mode import MODES, resolve
 from .drafter import Drafter
 from .loader import Loader
 from .mamba_mixer import STEPS
@@ -41,6 +40,7 @@ from .weights import Weights
 _GREEDY = SamplingParams()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_MODES = ("replay", "conventional")
 _MAX_DRAFTS = 15  # a step takes 16 tokens a row at most
 
 
@@ -412,8 +412,7 @@ class Engine(Serving):
         checkpoint: directory with config.json, tokenizer.json and safetensors weights in `nemotron_h` format. Weights
             that Model Optimizer quantised (NVFP4, FP8) become numbers of `dtype` when they are loaded, layer by layer;
             activations are not quantised. `dequantized` has the formats by weight.
-        mode: "replay" (ReplaySSM), "conventional" (the state is read and written every token), or "auto": ReplaySSM
-            unless `max_batch` is so small that conventional steps are faster (decode_mode.py). The attribute has which.
+        mode: "replay" (ReplaySSM) or "conventional" (the state is read and written every token).
         device: "cpu", "cuda", "cuda:1" …; None: CUDA where there is a GPU and the library has the CUDA ops.
         dtype: "float32", "bfloat16" or "float16"; None: as the checkpoint says on CUDA, float32 on the CPU.
         max_batch: slots.
@@ -452,7 +451,7 @@ class Engine(Serving):
         self,
         checkpoint: str | Path,
         *,
-        mode: str = "auto",
+        mode: str = "replay",
         device: str | None = None,
         dtype: str | None = None,
         max_batch: int = 32,
@@ -489,17 +488,6 @@ class Engine(Serving):
         config = parallel.model if parallel else whole
         dtype = dtype or (config.dtype if on_cuda else "float32")
         context = context or min(config.max_position_embeddings, 4096)
-        mode = resolve(
-            mode,
-            place,
-            config.geometry,
-            max_batch,
-            window=window,
-            checkpoint_format=checkpoint_format,
-            read_copy=read_copy,
-            drafts=drafts,
-            deterministic=deterministic,
-        )
         configs = {
             "replay": replay_config(config, dtype, drafts, window, checkpoint_format, read_copy),
             # The conventional kernels keep no records: their slots carry the shortest ring that is not warned of.
@@ -571,8 +559,8 @@ def check_arguments(*, mode, dtype, max_batch, context, prefill_chunk, window, s
 
     Returns the most drafts a step, 0 without speculation. ValueError or TypeError as Engine.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
     for name, value in (
         ("max_batch", max_batch),
         ("prefill_chunk", prefill_chunk),

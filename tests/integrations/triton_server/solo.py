@@ -13,7 +13,7 @@ MARGIN = 1e-3  # of the two best logits, where another order of sums may choose 
 
 @cache
 def engine(device: str = "cpu") -> Engine:
-    return Engine(TINY, mode="replay", device=device, dtype="float32", max_batch=1, context=512)
+    return Engine(TINY, device=device, dtype="float32", max_batch=1, context=512)
 
 
 @cache

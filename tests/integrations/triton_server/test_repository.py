@@ -64,7 +64,7 @@ def test_a_model_is_added_once_and_under_any_name(tmp_path, capsys):
         (["--dtype", "int8"], "dtype is 'int8', expected one of float32, bfloat16, float16"),
         (["--device", "tpu"], "device is 'tpu', expected cpu or cuda"),
         (["--device", "meta"], "device is 'meta', expected cpu or cuda"),
-        (["--mode", "foo"], "mode is 'foo', expected one of auto, replay, conventional"),
+        (["--mode", "foo"], "mode is 'foo', expected one of replay, conventional"),
         (
             ["--checkpoint-format", "foo"],
             "checkpoint: expected one of fp32, bf16, fp16, fp16_sr, fp8_sr, nvfp4, got 'foo'",

@@ -35,7 +35,7 @@ def add_commands(commands, window) -> None:
         help="whose tensors: llmapi (default), TensorRT-LLM's current template; ensemble, that of its engines",
     )
     repo.add_argument("--name", help="of the model; default: what clients of the interface ask for")
-    repo.add_argument("--mode", metavar="MODE", help="auto (default), replay or conventional, as for generate")
+    repo.add_argument("--mode", metavar="MODE", help="replay (default) or conventional")
     repo.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if the server finds one that can be used")
     repo.add_argument("--dtype", help="float32, bfloat16, float16; default: the checkpoint's; float32 on the CPU")
     repo.add_argument("--max-batch", type=int, metavar="N", help="sequences at once; more wait in line; default: 32")
