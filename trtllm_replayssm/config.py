@@ -27,8 +27,8 @@ class ReplayConfig:
         read_copy: format of the copy that steps read instead, made with each checkpoint from the same FP32 state:
             "none" (they read the checkpoint); "fp8" (8.3 bits a value at P = 64); "e2m2" (5.5: 5-bit codes, block
             scales of the least error); "nvfp4" (4.6: 4-bit codes, block scales of the least error, column scales);
-            "nvfp4_amax" (4.5: plain NVFP4, the scales of the "nvfp4" checkpoint; larger errors, faster flushes). It never
-            enters the recurrence, so its error stays with the outputs of one window.
+            "nvfp4_amax" (4.5: plain NVFP4, the scales of the "nvfp4" checkpoint; larger errors, faster flushes). It
+            never enters the recurrence, so its error stays with the outputs of one window.
         activation: "bf16", "fp16" or "fp32": dtype of x, B, C, convolution inputs, records and outputs.
         seed: of stochastic rounding, 0..2**64-1.
 

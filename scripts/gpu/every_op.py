@@ -85,7 +85,7 @@ class Pair:
     def __init__(self, geometry: MambaGeometry, config: ReplayConfig, generator: torch.Generator):
         self.pools = [StatePool(geometry, config, SLOTS, num_layers=2, device=device) for device in ("cpu", "cuda")]
         self.pools[1].data = torch.empty_like(self.pools[1].data)
-        if config.read_copy == "none":  # of slot 3 a step stores the first state: in block copies, which initcheck misses
+        if config.read_copy == "none":  # a step stores slot 3's first state: in block copies, which initcheck misses
             section = self.pools[1].layout.sections["checkpoint"]
             self.pools[1].data[:, 3, section.offset : section.offset + section.bytes] = 0
         self.conventional = config.checkpoint in ("fp32", "bf16", "fp16") and config.read_copy == "none"
