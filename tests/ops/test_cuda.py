@@ -351,6 +351,9 @@ def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoin
         pool.reset(range(rows), range(rows))
         plan = Plan(pool, rows)
         held = values[torch.randint(len(values), (steps, plan.buffer.numel() // 4), generator=generator)].to(CUDA)
+        # Of each row slot, first token, count, history, flags (FLUSH) and ring row: tokens far outside of the tensors.
+        flushing = torch.tensor([0, 2**31 - 1, -(2**31), 1, 1, 0], dtype=torch.int32, device=CUDA)
+        held[5, 16 : 16 * (1 + rows)].view(rows, 16)[:, 6:12] = flushing
         outputs = torch.zeros(steps, rows * tokens, 32, 64, dtype=torch.bfloat16, device=CUDA)
 
         def step(number, pool=pool, plan=plan, held=held, outputs=outputs):

@@ -122,11 +122,11 @@ __device__ inline void begin_early() {
 //  - Have the L2 fetch what it will read. All writes go through the L2, so that a line there is as good as memory,
 //    whatever the kernel before still writes. Only the addresses must exist.
 //  - Load, past the L1 (bulk copies, cp.async.cg, ld.cg, ld.relaxed; not cp.async of 4 bytes), what nobody writes from
-//    the plan to this kernel: of a slot's layer the state and the records of history, unless the flush op has run, and
-//    A_log, D and dt_bias; not the new tokens. A plan lets the next kernel begin only when the one before it has ended,
-//    and no kernel begins until all before it have let the next begin: so whatever comes behind a plan finds written
-//    what came before it. But the plan itself may still run: who has loaded by a row of it compares that row after
-//    await_previous(), and loads again if it has changed.
+//    the plan to this kernel: of a slot's layer the state and the records of history, unless the flush op has run; not
+//    the new tokens. And A_log, D and dt_bias, by any load. A plan lets the next kernel begin only when the one before
+//    it has ended, and no kernel begins until all before it have let the next begin: so whatever comes behind a plan
+//    finds written what came before it. But the plan itself may still run: who has loaded by a row of it compares that
+//    row after await_previous(), and loads again if it has changed.
 // It may store nothing.
 
 __device__ inline int32_t peek(const int32_t& field) {

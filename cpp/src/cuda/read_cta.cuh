@@ -457,8 +457,8 @@ struct ReadCta {
     row_index = found[kWords];
     if (row_index < 0) return false;
     row = *reinterpret_cast<const replayssm_plan_row*>(found);
-    return row.slot < params.scan.num_slots && row.first_token >= 0 && row.history > 0 && row.ring_row >= 0 &&
-           row.ring_row < problem.ring_rows && row.flags & REPLAYSSM_ROW_FLUSH && consider(false);
+    return row.slot < params.scan.num_slots && row.first_token >= 0 && row.count > 0 && row.history > 0 &&
+           row.ring_row >= 0 && row.ring_row < problem.ring_rows && row.flags & REPLAYSSM_ROW_FLUSH && consider(false);
   }
   // Whether a row is the same.
   __device__ bool is_same(const replayssm_plan_row& other) const {

@@ -254,7 +254,8 @@ replayssm_status launch_fold(const char* op, const replayssm_exec& exec, const F
 // ---- step and flush on tensor cores (step_mma.cu) ------------------------------------------------------------------
 
 // Whether the pool's states are folded on tensor cores (mma.cuh), and whether these kernels take its flushes, and its
-// steps if has_fused_step_read() does not. All of them, or none: the bits differ from those of the generic kernels.
+// steps if has_fused_step_read() does not and they are no small batch of FP32 states (step_head.cu). All of them, or
+// none: the bits differ from those of the generic kernels.
 inline bool has_mma_fold(const Problem& problem) {
   return problem.geometry.state_dim == kMaxStateDim && problem.geometry.head_dim % 16 == 0 &&
          problem.config.activation != REPLAYSSM_FP32;

@@ -41,7 +41,8 @@ struct Slice {
     for (int b = 0; b < kBlocks; ++b) piece(b, 0) = piece(b, 1) = make_uint4(0, 0, 0, 0);
   }
 
-  // `source` is the slice in the checkpoint. All lanes arrive at the barrier when it has come.
+  // `source` is the slice in the checkpoint. The caller arrives at the barrier; below sm_90 the copies
+  // are the lanes' own.
   __device__ void request(const Stored* source, Barrier* barrier) const {
     const char* const bytes = reinterpret_cast<const char*>(source);
 #if __CUDA_ARCH__ >= 900

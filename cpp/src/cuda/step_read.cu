@@ -48,8 +48,7 @@
 //     side. What can be done before the kernel before has ended is: by the plan as it reads then the first head is
 //     fetched and folded, but not stored.
 //  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of
-//  the
-//     kernel before. They have code of their own, which loads before that has ended what steps before have left:
+//     the kernel before. They have code of their own, which loads before that has ended what steps before have left:
 //     read_early.cuh.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
