@@ -459,7 +459,7 @@ REPLAYSSM_API replayssm_status replayssm_plan_lengths(const replayssm_exec* exec
 /* From a plan to the last op that takes it, nobody but these ops may write what its slots hold, nor A_log, D and
  * dt_bias: on CUDA steps may load them before what is ahead of them in the stream has ended. Kernels of the caller's
  * that are launched early themselves (programmatic dependent launch) must wait for those ahead of them before they end.
- */
+ * What an ordinary launch has written is there if another ordinary launch stands between it and the op. */
 
 /* out = x / sqrt(mean(x^2) + eps) * weight, the mean over each of `groups` equal parts of a row, in FP32: what stands
  * between the other ops of a model. With `addend` the norm before a layer and the sum before that; with `gate`
