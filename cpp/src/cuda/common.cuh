@@ -163,6 +163,12 @@ cudaError_t load_kernel(Kernel* kernel) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);
 }
+// And permits it dynamic shared memory up to a limit.
+template <typename Kernel>
+cudaError_t load_kernel(Kernel* kernel, int shared_limit) {
+  const cudaError_t error = load_kernel(kernel);
+  return error == cudaSuccess ? permit_shared(kernel, shared_limit) : error;
+}
 
 // Of the current device; `otherwise`: where it is not to be had. No stream operation.
 inline int attribute_of_device(cudaDeviceAttr attribute, int otherwise) {

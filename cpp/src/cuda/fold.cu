@@ -207,10 +207,7 @@ replayssm_status flush(const replayssm_exec& exec, const Problem& problem, const
 cudaError_t load_fold_kernels() {
   for (auto* kernel :
        {fold_kernel<64, float>, fold_kernel<128, float>, fold_kernel<128, __nv_bfloat16>, fold_kernel<128, __half>}) {
-    cudaError_t error = load_kernel(kernel);
-    if (error == cudaSuccess) {
-      error = permit_shared(kernel);
-    }
+    const cudaError_t error = load_kernel(kernel, kSharedLimit);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

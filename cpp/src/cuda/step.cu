@@ -546,12 +546,8 @@ cudaError_t load_step_kernels() {
     for (int checkpoint : {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_CHECKPOINT_BF16, REPLAYSSM_CHECKPOINT_FP16}) {
       config.read_copy = read_copy, config.checkpoint = checkpoint;
       if (error != cudaSuccess) return error;
-      error = with_read_format(config, [](auto stored) {
-        auto* const kernel = step_kernel<decltype(stored)>;
-        const cudaError_t loaded = load_kernel(kernel);
-        if (loaded != cudaSuccess) return loaded;
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-      });
+      error = with_read_format(config,
+                               [](auto stored) { return load_kernel(step_kernel<decltype(stored)>, kSharedLimit); });
     }
   }
   return error;

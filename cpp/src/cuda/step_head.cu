@@ -681,11 +681,7 @@ replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, i
 cudaError_t load_step_head_kernels() {
   for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
     for (bool one_token : {true, false}) {
-      HeadKernel* const kernel = choose_head(activation, one_token);
-      cudaError_t error = load_kernel(kernel);
-      if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-      }
+      const cudaError_t error = load_kernel(choose_head(activation, one_token), kSharedLimit);
       if (error != cudaSuccess) return error;
     }
   }

@@ -953,10 +953,7 @@ cudaError_t load_step_mma_kernels() {
       for (Jobs jobs : {Jobs::kClaimed, Jobs::kSingleHeads, Jobs::kSingleTokens}) {
         MmaKernel* const kernel =
             with_checkpoint(format, [&](auto stored) { return choose_mma<decltype(stored)>(activation, jobs); });
-        cudaError_t error = load_kernel(kernel);
-        if (error == cudaSuccess) {
-          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
-        }
+        const cudaError_t error = load_kernel(kernel, shared_limit());
         if (error != cudaSuccess) return error;
       }
     }

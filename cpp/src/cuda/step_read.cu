@@ -407,10 +407,7 @@ cudaError_t load_step_read_kernels() {
           config.checkpoint = format[0], config.read_copy = format[1];
           ReadKernel* const kernel = with_read_format(
               config, [&](auto format) { return choose_read<decltype(format)>(activation, single, way); });
-          cudaError_t error = load_kernel(kernel);
-          if (error == cudaSuccess) {
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-          }
+          const cudaError_t error = load_kernel(kernel, kSharedLimit);
           if (error != cudaSuccess) return error;
         }
       }
