@@ -27,7 +27,7 @@
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
-// those that it speaks for, reports what the other lanes write or read: docs/performance.md.
+// those that it speaks for, reports what the other lanes write or read: docs/performance-log.md.
 //
 // A consumer's work:
 //  1. S C by mma.m16n8k8 in TF32, 8 tokens at a time. Lane (g, t) = (lane / 4, lane mod 4) takes a pair of rows,
