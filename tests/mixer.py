@@ -183,6 +183,15 @@ class Stack:
         return torch.cat([self.cycle(pool, [slot], [piece], op=op)[0] for piece in pieces], dim=1)
 
 
+def row_order(rows: torch.Tensor) -> list[int]:
+    """The order of a plan's rows, int32 [rows, 16]: those that flush, -1 for those that are not live, the others from
+    the last one on."""
+    live = rows[:, 6] >= 0
+    flushing = live & (rows[:, 10] & 1 != 0)
+    others = (live & ~flushing).nonzero().flatten().flip(0)
+    return [*flushing.nonzero().flatten().tolist(), *[-1] * int((~live).sum()), *others.tolist()]
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shapes and bits (NaN included)."""
     return a.shape == b.shape and torch.equal(

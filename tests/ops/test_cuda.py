@@ -429,8 +429,8 @@ def test_bits_of_float32_rows_alone_and_among_others(head_dim, tokens, window):
 @pytest.mark.parametrize("tokens, flush_first", [(1, False), (2, False), (2, True)])
 def test_batches_whose_jobs_are_claimed(tokens, flush_first):
     """Two batches of one pool at the same time, on two streams, in a graph; so large, on a GPU of up to 148
-    multiprocessors, that CTAs claim their jobs. Some rows are padded, first all of them. The bits of small batches; the
-    plans' counters are zero afterwards.
+    multiprocessors, that CTAs claim their jobs. Some rows are padded, first all of them, then so many that there are
+    fewer jobs than CTAs. The bits of small batches; the plans' counters are zero afterwards.
     """
     geometry, rows, layers = MambaGeometry(9, 16, 1, 128), 800, 2
     config = ReplayConfig(window=8, max_step_tokens=2)
@@ -475,9 +475,9 @@ def test_batches_whose_jobs_are_claimed(tokens, flush_first):
             plans = cycle(pool, slots, size, out)
         graph.replay()
         assert not out.any()
-        slots.copy_(order)
         outputs = []
-        for _ in range(12):
+        for live in [order.where(torch.arange(2 * rows) % 97 == 0, -1)] * 5 + [order] * 12:
+            slots.copy_(live)
             graph.replay()
             outputs.append(out.clone())
             assert not any(plan.buffer[16:64].any() for plan in plans)

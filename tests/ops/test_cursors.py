@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixer import SMALL, Weights, random_tokens
+from mixer import SMALL, Weights, random_tokens, row_order
 
 from trtllm_replayssm import ReplayConfig, StatePool, ops
 
@@ -238,6 +238,28 @@ def test_second_plan_on_an_open_slot(device):
     pool.commit(plan)
     assert pool.cursors([0, 1]).tokens.tolist() == [1, 1]
     assert torch.equal(pool.data, before)
+
+
+def test_order_of_rows(device):
+    """1,100 rows, more than the CUDA kernel has threads, of which a third are padded and some flush."""
+    rows, flushes = 1100, 0
+    pool = make_pool(device, num_slots=rows)
+    pool.reset(range(rows))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2 * WINDOW // MOST):
+        slots = torch.randperm(rows, generator=generator).int()
+        slots[torch.rand(rows, generator=generator) < 1 / 3] = -1
+        counts = torch.randint(MOST + 1, (rows,), generator=generator).int()
+        plan = pool.plan(slots.to(device), counts.to(device))
+        words = plan.buffer.cpu().view(torch.int32)
+        planned, order = words[16 : 16 + 16 * rows].view(rows, 16), words[16 + 16 * rows :][:rows].tolist()
+        assert planned[:, 6].tolist() == slots.tolist()
+        assert order == row_order(planned)
+        assert words[:4].tolist() == [rows, counts.sum(), (slots >= 0).sum(), (planned[:, 10] & 1).sum()]
+        flushes += int(words[3])
+        plan.note_use("stepped", 0)
+        pool.commit(plan)
+    assert flushes > 100
 
 
 def test_commit_needs_its_outstanding_plan(device):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from mixer import SMALL
+from mixer import SMALL, row_order
 
 from trtllm_replayssm import ReplayConfig, StatePool, _core
 
@@ -77,7 +77,7 @@ def test_is_the_plan_of_a_pool_that_did_all_steps(device, seed):
         assert torch.equal(rows, expected)
         flagged = [row for row in range(len(slots)) if expected[row, 10] & FLUSH]
         assert header == [len(slots), ends[-1], sum(slot >= 0 for slot in slots), len(flagged)]
-        assert order == flagged + [row for row in reversed(range(len(slots))) if row not in flagged]
+        assert order == row_order(rows)
         assert error == [0] * 8
         flushes += len(flagged)
     assert flushes > 10
@@ -104,11 +104,11 @@ def test_a_bad_row_is_named_and_does_nothing(device, slots, prompts, sequences, 
         with pytest.raises(ValueError, match=f"row {bad}: "):
             plan_lengths(pool, slots, prompts, sequences, ends)
         return
-    rows, header, _, error = plan_lengths(pool, slots, prompts, sequences, ends)
+    rows, header, order, error = plan_lengths(pool, slots, prompts, sequences, ends)
     code, row, given, _, limit, _ = error[:6]
     assert (code, row, given, limit) == expected
     assert rows[bad, 6] == -1 and rows[bad, 8] == 0
-    assert header[2] == len(slots) - 1
+    assert header[2] == len(slots) - 1 and order == row_order(rows)
     assert [int(slot) for slot in rows[:, 6] if slot >= 0] == slots[:bad] + slots[bad + 1 :]
 
 
@@ -121,11 +121,11 @@ def test_batches_larger_than_a_tile(device):
     sequences = [prompt + 1 + slot % (2 * WINDOW) for prompt, slot in zip(prompts, slots, strict=True)]
     planned, header, order, _ = plan_lengths(pool, slots, prompts, sequences)
     expected = [row for row, slot in enumerate(slots) if slot % (2 * WINDOW) == WINDOW]
-    assert order == expected + [row for row in reversed(range(rows)) if slots[row] % (2 * WINDOW) != WINDOW]
+    assert order == row_order(planned) and order[: len(expected)] == expected
     assert header == [rows, rows, rows, len(expected)]
     assert planned[:, 6].tolist() == slots and planned[:, 7].tolist() == list(range(rows))
     if device.type != "cpu":
         slots[1099] = slots[3]
-        planned, header, _, error = plan_lengths(pool, slots, prompts, sequences)
-        assert error[:3] == [2, 1099, slots[3]] and header[2] == rows - 1
+        planned, header, order, error = plan_lengths(pool, slots, prompts, sequences)
+        assert error[:3] == [2, 1099, slots[3]] and header[2] == rows - 1 and order == row_order(planned)
         assert planned[1099, 6] == -1 and planned[3, 6] == slots[3]

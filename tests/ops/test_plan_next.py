@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from mixer import SMALL
+from mixer import SMALL, row_order
 
 from trtllm_replayssm import ReplayConfig, StatePool, _core
 
@@ -100,7 +100,7 @@ def test_is_commit_and_plan(device, seed):
         flagged = [row for row in range(len(slots)) if expected[row, 10] & FLUSH]
         live = sum(slot >= 0 for slot in slots)
         assert header == [len(slots), len(slots) * row_tokens, live, len(flagged)]
-        assert order == flagged + [row for row in reversed(range(len(slots))) if row not in flagged]
+        assert order == row_order(rows)
         flushes += len(flagged)
         for slot in range(SLOTS):
             tokens, stream, writes, history, flags = cursor(pool, slot)
@@ -193,7 +193,8 @@ def test_many_rows(device):
     pool = make_pool(device, 1300)
     slots = [*range(1299, -1, -1), 5]
     with pytest.raises(ValueError, match="row 1300: slot 5 has an outstanding plan or is named twice"):
-        rows, header, _ = plan_next(pool, slots, [2] * 1301, [0] * 1301, 2)
+        rows, header, order = plan_next(pool, slots, [2] * 1301, [0] * 1301, 2)
         assert rows[:1300, 6].tolist() == slots[:1300] and rows[1300, 6] == -1 and header[2] == 1300
+        assert order == row_order(rows)
         pool.validate()
     assert set(pool.cursors().flags.tolist()) == {0 if device.type == "cpu" else 1 | 2 << 8}

@@ -6,8 +6,8 @@
 // looks at its slot's flags, then the rows whose slot is usable bid for it with an atomicMax on the flags word (the
 // lowest row bids highest), and only the winner opens it: a slot named twice is refused for every row but the first,
 // whatever the scheduling. (plan_next takes open slots too, so what a tile has planned stays marked until the last
-// one.) Then two block-wide prefix sums give each row its first token and its place in the order. plan_lengths has no
-// cursors to bid for: a row looks for its slot in the rows before it.
+// one.) Two block-wide prefix sums give each row its first token and, if it is live, its place in the order.
+// plan_lengths has no cursors to bid for: a row looks for its slot in the rows before it.
 #include "common.cuh"
 
 namespace replayssm {
@@ -66,10 +66,30 @@ __device__ void add_counters(const replayssm_table& table, int64_t (&added)[REPL
   }
 }
 
-// Where row i stands in the plan's row_order, if `flushes` rows up to it, itself included, flush.
-__device__ int32_t place_in_order(bool flush, int32_t i, int32_t flushes, int32_t rows) {
-  return flush ? flushes - 1 : rows - 1 - (i - flushes);
-}
+// The plan's row_order, by a CTA that walks the rows in tiles: live rows that flush from the begin on, the others from
+// the end on.
+struct RowOrder {
+  int32_t* order;
+  int32_t rows, live = 0, flushes = 0;  // live: those that flush, too
+
+  __device__ RowOrder(replayssm_plan_row* planned, int32_t rows)
+      : order(reinterpret_cast<int32_t*>(planned + rows)), rows(rows) {}
+
+  // Row i of the thread's; all threads call it.
+  __device__ void take(bool is_live, bool flush, int32_t i, int64_t* warp_sums) {
+    int64_t in_tile;  // flushing rows, and live rows above bit 32
+    const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(is_live) << 32), warp_sums, &in_tile);
+    const int32_t flushes_through = flushes + static_cast<int32_t>(through),
+                  live_through = live + static_cast<int32_t>(through >> 32);
+    if (is_live) order[flush ? flushes_through - 1 : rows - (live_through - flushes_through)] = i;
+    flushes += static_cast<int32_t>(in_tile);
+    live += static_cast<int32_t>(in_tile >> 32);
+  }
+  // Behind the last tile: what stands for rows that are not live.
+  __device__ void finish() const {
+    for (int64_t i = flushes + threadIdx.x; i < rows - (live - flushes); i += kPlanThreads) order[i] = -1;
+  }
+};
 
 // What plan_next knows beyond plan.
 struct NextArgs {
@@ -89,9 +109,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* row_order = reinterpret_cast<int32_t*>(planned + rows);
+  RowOrder order(planned, rows);
 
-  int64_t tokens_before = 0, live_before = 0, flushes_before = 0;
+  int64_t tokens_before = 0;
   for (int64_t tile = 0; tile < rows; tile += kPlanThreads) {
     const int32_t i = static_cast<int32_t>(tile) + threadIdx.x;
     const bool exists = tile + threadIdx.x < rows;
@@ -169,15 +189,10 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
     }
     if (exists) planned[i] = row;
 
-    const bool flush = won && (row.flags & REPLAYSSM_ROW_FLUSH);
-    int64_t in_tile;  // flushing rows, and live rows above bit 32
-    const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(won) << 32), warp_sums, &in_tile);
-    if (exists) row_order[place_in_order(flush, i, flushes_before + static_cast<int32_t>(through), rows)] = i;
-
+    order.take(won, won && (row.flags & REPLAYSSM_ROW_FLUSH), i, warp_sums);
     tokens_before += tokens_in_tile;
-    flushes_before += static_cast<int32_t>(in_tile);
-    live_before += in_tile >> 32;
   }
+  order.finish();
   // The slot of a row is the same thread's in both loops.
   for (int64_t i = threadIdx.x; kNext && rows > kPlanThreads && i < rows; i += kPlanThreads) {
     if (planned[i].slot >= 0) table.cursors[planned[i].slot].flags &= ~kClaimed;
@@ -187,8 +202,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_kernel(Problem problem, rep
     filled.rows = rows;
     filled.num_tokens =
         kNext ? rows * args.row_tokens : static_cast<int32_t>(min(tokens_before, static_cast<int64_t>(INT32_MAX)));
-    filled.num_live = static_cast<int32_t>(live_before);
-    filled.num_flush = static_cast<int32_t>(flushes_before);
+    filled.num_live = order.live;
+    filled.num_flush = order.flushes;
     *header = filled;
     // Every row has passed a barrier since it may have reported.
     if (kNext && args.status) *args.status = *table.error;
@@ -200,11 +215,10 @@ __global__ __launch_bounds__(kPlanThreads) void plan_lengths_kernel(Problem prob
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   auto* header = static_cast<replayssm_plan_header*>(plan);
   auto* planned = reinterpret_cast<replayssm_plan_row*>(header + 1);
-  auto* row_order = reinterpret_cast<int32_t*>(planned + rows);
+  RowOrder order(planned, rows);
   if (threadIdx.x == 0) *error = {};
   __syncthreads();
 
-  int64_t live_before = 0, flushes_before = 0;
   for (int64_t tile = 0; tile < rows; tile += kPlanThreads) {
     const int32_t i = static_cast<int32_t>(tile) + threadIdx.x;
     const bool exists = tile + threadIdx.x < rows;
@@ -227,19 +241,15 @@ __global__ __launch_bounds__(kPlanThreads) void plan_lengths_kernel(Problem prob
       }
       planned[i] = row;
     }
-    const bool flush = live && (row.flags & REPLAYSSM_ROW_FLUSH);
-    int64_t in_tile;  // flushing rows, and live rows above bit 32
-    const int64_t through = block_prefix_sum(flush + (static_cast<int64_t>(live) << 32), warp_sums, &in_tile);
-    if (exists) row_order[place_in_order(flush, i, flushes_before + static_cast<int32_t>(through), rows)] = i;
-    flushes_before += static_cast<int32_t>(in_tile);
-    live_before += in_tile >> 32;
+    order.take(live, live && (row.flags & REPLAYSSM_ROW_FLUSH), i, warp_sums);
   }
+  order.finish();
   if (threadIdx.x == 0) {
     replayssm_plan_header filled{};
     filled.rows = rows;
     filled.num_tokens = rows ? args.token_ends[rows - 1] : 0;
-    filled.num_live = static_cast<int32_t>(live_before);
-    filled.num_flush = static_cast<int32_t>(flushes_before);
+    filled.num_live = order.live;
+    filled.num_flush = order.flushes;
     *header = filled;
   }
 }

@@ -18,12 +18,12 @@
 //     of the job's heads. Both are a job or more ahead of the slices.
 //  3. The others consume: each takes every n-th stage.
 // SMs are not equally fast, so CTAs claim their jobs, the warp of products for all of its CTA, from a counter in the
-// plan: a CTA's first is its index, and when the last has been claimed the counter is zero again. Jobs that flush take
-// longer; they stand among the others, all of them in the first three quarters. The last jobs are halved, so that CTAs
-// end together. Small batches have jobs of single heads, which are shared out in advance, in the order of the rows, for
-// a claim and looking the order up would cost more. There the latency of preparation is the limit. So a third warp
-// prepares, with the weights of the history; a job's inputs are requested before the job ahead of it is prepared; and
-// rows of one token have code without loops over tokens.
+// plan: a CTA's first is its index, and when the last has been claimed the counter is zero again. Padded rows have no
+// jobs. Those that flush take longer; they stand among the others, all of them in the first three quarters. The last are
+// halved, so that CTAs end together. Small batches have jobs of single heads, which are shared out in advance, in the
+// order of the rows, for a claim and looking the order up would cost more. There the latency of preparation is the
+// limit. So a third warp prepares, with the weights of the history; a job's inputs are requested before the job ahead
+// of it is prepared; and rows of one token have code without loops over tokens.
 //
 // A warp that is done with a buffer says so by one lane, after __syncwarp. The assembler drops that instruction where
 // the warp has not diverged, and racecheck, which orders the accesses of the lane that arrives at a barrier but not of
@@ -116,10 +116,9 @@ struct MmaParams {
   int resident;                 // CTAs
   // If jobs are claimed:
   const replayssm_plan_header* header;
-  int32_t* claims;             // how many jobs CTAs have claimed beside their first
-  int num_claims, whole_jobs;  // claims there are; those before the jobs that are halved
-  int half_heads;              // of a job's first half
-  int spread_jobs;             // the first, in which those that flush come
+  int32_t* claims;  // how many jobs CTAs have claimed beside their first
+  int halved_jobs;  // the last
+  int half_heads;   // of a job's first half
   // If not:
   int jobs_each, more_jobs;  // jobs of each CTA, CTAs with one more; spares them a division
   Place step;                // from one of its jobs to the next
@@ -267,18 +266,20 @@ struct Cta {
 
   // ---- claimed jobs: for one warp ----
 
-  // The job at place `claim` of the order in which they are claimed.
-  __device__ Job job_at(int claim) const {
-    const int halves = max(claim - params.whole_jobs, 0);
-    const int place = min(claim, params.whole_jobs) + halves / 2;
-    const bool first = claim < params.whole_jobs || halves % 2 == 0, last = claim < params.whole_jobs || !first;
-    // Those that flush, the first of the plan's order, are spread evenly over the first places.
-    const int flushing = params.header->num_flush * params.jobs_per_row, spread = max(params.spread_jobs, flushing);
+  // The job at place `claim` of the order in which so many are claimed, the last of them halved.
+  __device__ Job job_at(int claim, int live, int halved) const {
+    const int whole = live - halved, halves = max(claim - whole, 0);
+    const int place = min(claim, whole) + halves / 2;
+    const bool first = claim < whole || halves % 2 == 0, last = claim < whole || !first;
+    // Of the plan's order those that flush are the first, the others the last. Over the first places they are spread
+    // evenly.
+    const int flushing = params.header->num_flush * params.jobs_per_row, spread = max(live / 4 * 3, flushing);
     auto flushing_before = [&](int place) {
       return place < spread ? static_cast<int>(static_cast<int64_t>(place) * flushing / spread) : flushing;
     };
     const int flushed = flushing_before(place);
-    const int index = flushing_before(place + 1) > flushed ? flushed : flushing + place - flushed;
+    const int index =
+        flushing_before(place + 1) > flushed ? flushed : params.num_jobs - (live - flushing) + place - flushed;
     return Job(params, index, first ? 0 : params.half_heads, last ? params.heads : params.half_heads,
                params.row_order[index / params.jobs_per_row]);
   }
@@ -286,7 +287,8 @@ struct Cta {
   // Claims the next job that has something to do; false: there is none. `claim`: the CTA's last.
   __device__ bool next_job(int& claim, Job& job) const {
     // The flush op's jobs are the first.
-    const int claims = params.flush_only ? params.header->num_flush * params.jobs_per_row : params.num_claims;
+    const int rows = params.flush_only ? params.header->num_flush : params.header->num_live;
+    const int live = rows * params.jobs_per_row, halved = min(params.halved_jobs, live), claims = live + halved;
     while (true) {
       if (claim < 0) {
         claim = blockIdx.x;
@@ -300,7 +302,7 @@ struct Cta {
         claim = params.resident + __shfl_sync(~0u, claimed_before, 0);
       }
       if (claim >= claims) return false;
-      job = job_at(claim);
+      job = job_at(claim, live, halved);
       if (job.heads > 0 && job.is_live(params, lane == 0)) return true;
     }
   }
@@ -915,14 +917,11 @@ replayssm_status launch_mma(const char* op, const replayssm_exec& exec, int32_t 
     params.inverse_chunks = inverse_of(params.chunks), params.inverse_groups = inverse_of(num_groups);
     params.step = {group_step / num_groups, group_step % num_groups, params.resident % params.chunks};
     const bool claims = params.heads > 1;
-    const int halved = claims && !flush_only ? kHalved * params.resident : 0;
     params.header = reinterpret_cast<const replayssm_plan_header*>(scan.planned) - 1;
     // The plan's claims are its own, zero before and after.
     params.claims = const_cast<int32_t*>(params.header->claims) + scan.layer.layer % REPLAYSSM_PLAN_CLAIMS;
-    params.whole_jobs = params.num_jobs - halved;
-    params.num_claims = params.num_jobs + halved;
+    params.halved_jobs = flush_only ? 0 : kHalved * params.resident;
     params.half_heads = (params.heads + 1) / 2;
-    params.spread_jobs = flush_only ? 0 : params.num_jobs / 4 * 3;
     const int shared = kBarrierBytes + params.job_buffers * params.job.bytes + params.stages * params.stage.bytes;
     return launch(
         op, true, limit,

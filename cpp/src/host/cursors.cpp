@@ -25,8 +25,10 @@ void order_rows(replayssm_plan_header* header) {
   auto* row_order = reinterpret_cast<int32_t*>(planned + header->rows);
   int32_t end = header->rows;
   for (int32_t i = 0; i < header->rows; ++i) {
+    if (planned[i].slot < 0) continue;
     row_order[planned[i].flags & REPLAYSSM_ROW_FLUSH ? header->num_flush++ : --end] = i;
   }
+  std::fill(row_order + header->num_flush, row_order + end, -1);
 }
 
 }  // namespace
