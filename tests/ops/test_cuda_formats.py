@@ -326,19 +326,22 @@ def test_rows_of_the_largest_batches_have_the_bits_of_small_ones(checkpoint, rea
     assert same_bits(pools[0].data[0, picked], pools[1].data[0])
 
 
-@pytest.mark.parametrize("checkpoint, read_copy", [*(("fp32", copy) for copy in COPIES), ("fp16", "none")])
-def test_steps_beside_many_flushes_repeat_bit_for_bit(checkpoint, read_copy):
+@pytest.mark.parametrize(
+    "checkpoint, read_copy, window, most",
+    [*(("fp32", copy, 8, 4) for copy in COPIES), ("fp16", "none", 16, 4), ("fp16_sr", "none", 32, 8)],
+)
+def test_steps_beside_many_flushes_repeat_bit_for_bit(checkpoint, read_copy, window, most):
     """While half of the rows flush, and the stores of their checkpoints keep loads waiting, the others step: twice, and
     eight of them without the rest."""
-    rows, weights, window = 60, Weights.random(SUPER, CUDA), 16 if read_copy == "none" else 8
-    tapes = [random_tokens(SUPER, torch.bfloat16, rows * 4, CUDA, seed=cycle) for cycle in range(window - 1)]
+    rows, weights = 60, Weights.random(SUPER, CUDA)
+    tapes = [random_tokens(SUPER, torch.bfloat16, rows * most, CUDA, seed=cycle) for cycle in range(window - 1)]
 
     def outputs_of(first_rows: int) -> list[torch.Tensor]:
-        pool, outputs = StatePool(SUPER, config_of(checkpoint, read_copy, window, 4, "bf16"), first_rows, 1, CUDA), []
-        slots = list(range(first_rows))
+        slots, outputs = list(range(first_rows)), []
+        pool = StatePool(SUPER, config_of(checkpoint, read_copy, window, most, "bf16"), first_rows, 1, CUDA)
         pool.reset(slots, streams=slots)
         for cycle, tape in enumerate(tapes):
-            counts = [1 + (row + cycle) % 4 for row in slots]
+            counts = [1 + (row + cycle) % most for row in slots]
             plan = pool.plan(slots, counts)
             outputs.append(ops.step(pool, 0, plan, *tape.span(0, sum(counts)), *weights))
             pool.commit(plan)

@@ -25,6 +25,7 @@ constexpr int kSlots = 2;         // for slices of plain checkpoints, of a warp
 // two warps have a slice, each half of its columns, and what is read then is kept in shared memory; of those that step
 // either half is a CTA of its own, so to say.
 constexpr int kWarpBits = 2, kWideWarpBits = 3, kWarps = 1 << kWarpBits;
+constexpr int kPlainFoldBits = 3;  // of the heads that a CTA folds if their checkpoints are plain; else one a warp
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Quotient {
@@ -51,12 +52,14 @@ struct ReadShared {
                               // history's delta lie the tokens'. v has the exponents first. CTAs that fold have their
                               // decay behind it
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
-  int scaled;    // of each warp: column scales, of rows of one token times C. CTAs that don't fold have this and
-                 // terms in the place of B and C, of which nothing is needed then
-  int x, state;  // of each team; plain checkpoints: state of each warp, kSlots slices
+  int scaled;  // of each warp: column scales, of rows of one token times C. CTAs that don't fold have this and
+               // terms in the place of B and C, of which nothing is needed then
+  // Of each team; plain checkpoints: state of each warp, kSlots slices or, in CTAs that fold, none, and x of two heads
+  // one after the other.
+  int x, state;
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
-  // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint that is read. B of the
+  // columns are multiplied by, [N]; the maxima of warps; what is stored of a plain checkpoint. B of the
   // history is at 0, as operands: see operands_size(). CTAs that keep what they then read have it in `folded`: wide
   // ones the checkpoint or the copy, others, if there is room, the copies of all heads.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
@@ -99,7 +102,7 @@ struct ReadShared {
         scaled(terms + heads * terms_stride * 4),
         x(folded_size > 0 ? terms + size_of_terms(heads, column_scales) : round_up(decay + heads * 4, 16)),
         state(round_up(x + teams * rows * x_stride * 2, plain ? 128 : 16)),
-        checkpoint(wide ? state : x),
+        checkpoint(wide || plain ? state : x),
         folded_x(checkpoint + P * kMaxStateDim * folded_size),
         scratch(wide || P != kSlicesAtOnce * kSliceWidth ? folded_x + (kZeroRows + window) * P * 2 : checkpoint),
         scratch_stride(wide                               ? 4 * kMaxStateDim * 4
@@ -117,7 +120,10 @@ struct ReadShared {
                                 : plain          ? folded + P * kMaxStateDim * folded_size
                                 : keeps          ? folded + heads * state_bytes
                                                  : warp_max + warps * 4,
-                                state + (plain ? warps * kSlots * !wide : teams) * chunk_bytes),
+                                state + (!plain             ? teams
+                                         : folded_size == 0 ? warps * kSlots
+                                                            : 0) *
+                                            chunk_bytes),
                        128)),
         keeps(keeps) {}
 
@@ -130,8 +136,8 @@ template <typename Format, typename Staged>
 ReadShared ReadShared::of(bool wide, bool keeps, int P, int window, int tokens, int heads, int teams, int folded_size) {
   using State = StateOperand<Format>;
   if constexpr (kIsPlain<Format>) {
-    return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::kSliceBytes, false, true,
-                      State::template kQueryParts<Staged>, folded_size, operands_size<Staged>(window) * 4);
+    return ReadShared(wide, keeps, P, window, tokens, heads, folded_size > 0 && !wide ? 2 : teams, State::kSliceBytes,
+                      false, true, State::template kQueryParts<Staged>, folded_size, operands_size<Staged>(window) * 4);
   } else {
     return ReadShared(wide, keeps, P, window, tokens, heads, teams, State::bytes(P), State::kColumnScales, false, 1,
                       folded_size, operands_size<Staged>(window) * 4);
@@ -141,23 +147,23 @@ ReadShared ReadShared::of(bool wide, bool keeps, int P, int window, int tokens, 
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
-  int flush_spacing;                    // of so many CTAs one folds, as a power of two
-  int step_ctas, step_tasks;            // CTAs that step; a task for each, or for either half
-  int fold_team_bits;                   // the least of CTAs that fold
-  int heads_per_group, slices;          // slices a head
-  int x_ring_stride;                    // bytes from record to record of a head
-  int x_ring_bytes;                     // from row to the same row
-  int team_bits;                        // 1 << team_bits warps work on a head,
-  int cta_heads;                        // a CTA on so many, one after the other if the warps are not enough
-  Quotient heads, group_heads;          // of a row, of a group
-  Quotient ctas, chunks;                // of a row, of a group, but for those that fold
-  Quotient groups;                      // of a row
-  Quotient fold_chunks[kWarpBits + 1];  // of a group, that CTAs fold: a head for each team; by team_bits
-  Quotient x_parts;                     // 16 bytes of a row of x
-  int fold_rows;                        // of these rows, that the threads of a CTA that folds request at once
-  Quotient delta_parts;                 // of a record's delta of a CTA that steps,
-  int delta_part;                       // each of so many heads
-  int state_bytes;                      // of a head, as steps read it
+  int flush_spacing;                         // of so many CTAs one folds, as a power of two
+  int step_ctas, step_tasks;                 // CTAs that step; a task for each, or for either half
+  int fold_bits;                             // of the most heads that a CTA folds, as a power of two
+  int heads_per_group, slices;               // slices a head
+  int x_ring_stride;                         // bytes from record to record of a head
+  int x_ring_bytes;                          // from row to the same row
+  int team_bits;                             // 1 << team_bits warps work on a head,
+  int cta_heads;                             // a CTA on so many, one after the other if the warps are not enough
+  Quotient heads, group_heads;               // of a row, of a group
+  Quotient ctas, chunks;                     // of a row, of a group, but for those that fold
+  Quotient groups;                           // of a row
+  Quotient fold_chunks[kPlainFoldBits + 1];  // of a group, that CTAs fold: by their heads, as a power of two
+  Quotient x_parts;                          // 16 bytes of a row of x
+  int fold_rows;                             // of these rows, that the threads of a CTA that folds request at once
+  Quotient delta_parts;                      // of a record's delta of a CTA that steps,
+  int delta_part;                            // each of so many heads
+  int state_bytes;                           // of a head, as steps read it
   struct {
     int64_t state, ring, new_x, out;
   } advance;  // bytes from a head to the warp's next
@@ -282,7 +288,8 @@ struct ReadCta {
   static constexpr bool kPlain = kIsPlain<Format>;
   static constexpr int kSliceBytes = kPlain ? kSliceWidth * kMaxStateDim * static_cast<int>(sizeof(Format)) : 0;
   static constexpr int N = kMaxStateDim;
-  static constexpr int kAtOnce = kSingle && !kFolds ? 2 : 1;  // slices, of a row's only token
+  static constexpr bool kReadsFolds = kFolds && kPlain && !kWide;  // a slice as soon as it has been folded
+  static constexpr int kAtOnce = kSingle && !kFolds ? 2 : 1;       // slices, of a row's only token
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   static constexpr int kSlotArrivals = 1;
   // Blocks take fewer instructions, but longer, above all behind the slices of plain checkpoints.
@@ -399,16 +406,16 @@ struct ReadCta {
   }
 
   // Takes the task-th part of all heads or, if the CTA folds, of those of the rows to flush. False: nothing to do.
-  __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr) {
+  __device__ bool take(uint32_t task, const FlushingRows* flushing = nullptr, int fold_bits = 0) {
     if (kKeeps) {
       row_index = (*flushing)[task];  // as place() has said
     } else if (kFolds) {
-      const Quotient& chunks = params.fold_chunks[team_bits];
+      const Quotient& chunks = params.fold_chunks[fold_bits];
       const uint32_t of_group = chunks(task), index = params.groups(of_group);
       row_index = (*flushing)[index];
       group = of_group - index * params.groups.divisor;
-      group_head = (task - of_group * chunks.divisor) * (kWarps >> team_bits);
-      heads = min(kWarps >> team_bits, params.heads_per_group - group_head);
+      group_head = (task - of_group * chunks.divisor) << fold_bits;
+      heads = min(1 << fold_bits, params.heads_per_group - group_head);
     } else {
       find(task);
     }
@@ -1015,10 +1022,13 @@ struct ReadCta {
     synchronise();
     if (!kFolds) {
       weigh_records();
-    } else if (!kKeeps && warp < heads) {
-      const float decay = weigh_history(floats(layout.delta) + warp * layout.delta_stride, floats(layout.rate)[warp], h,
-                                        lane, fold_weights(warp));
-      if (lane == 0) fold_weights(warp)[layout.delta_stride - 1] = decay;
+    } else if (!kKeeps) {
+#pragma unroll 1
+      for (int k = warp; k < heads; k += kWarps) {
+        const float decay = weigh_history(floats(layout.delta) + k * layout.delta_stride, floats(layout.rate)[k], h,
+                                          lane, fold_weights(k));
+        if (lane == 0) fold_weights(k)[layout.delta_stride - 1] = decay;
+      }
     }
     weigh_tokens(inputs);
     if (!kFolds && team_bits > 0 && team < heads) await_head(0);
@@ -1066,9 +1076,36 @@ struct ReadCta {
       position -= params.fold_rows;
       if (position < 0) position += problem.ring_rows;
     }
+    if constexpr (kReadsFolds) {
+      for_new_x(head - head_of(0), [&](Staged* target, const Staged* in_ring, const Staged* given) {
+        if (params.scan.append) {
+          request_input(target, given, params.scan.x_aligned);
+        } else {
+          request_16_bytes(target, in_ring);
+        }
+      });
+    }
 #if __CUDA_ARCH__ >= 900
     arrive_with_requests(fold_barrier());
 #endif
+  }
+  // kReadsFolds: where x of the new tokens of the k-th head lies, which comes with its checkpoint; two heads' have
+  // room.
+  __device__ int folded_new_x(int k) const { return layout.x + k % 2 * layout.tokens * layout.x_stride * 2; }
+  // Calls move() with where the 16 bytes of it that the thread has lie: in shared memory, in the ring, in the tensor.
+  template <typename Move>
+  __device__ void for_new_x(int k, Move&& move) const {
+    const int P = problem.geometry.head_dim, first = params.x_parts(tid);
+    const int column = (tid - first * params.x_parts.divisor) * 8;
+    Staged* const ring =
+        reinterpret_cast<Staged*>(section_of(params.scan.layer.x_ring, row.slot)) + record_of(k) * P + column;
+    const Staged* const given = static_cast<const Staged*>(args.x.data) + head_of(k) * args.x.stride[1] + column;
+#pragma unroll 1
+    for (int s = first < params.fold_rows ? first : T; s < T; s += params.fold_rows) {
+      move(staged(folded_new_x(k)) + s * layout.x_stride + column,
+           beyond(ring, ring_position(row.ring_row, s, problem.ring_rows) * params.x_ring_stride),
+           given + (static_cast<int64_t>(row.first_token) + s) * args.x.stride[0]);
+    }
   }
   __device__ void await_fold(int parity) const {
 #if __CUDA_ARCH__ >= 900
@@ -1192,6 +1229,12 @@ struct ReadCta {
       const RoundingKey key{{__shfl_sync(~0u, keys.word[0], k), __shfl_sync(~0u, keys.word[1], k)}};
       bool finite = true;
       await_fold(k % 2);
+      if (kReadsFolds && params.scan.append) {
+        for_new_x(k, [](const Staged* from, Staged* in_ring, const Staged*) {
+          *reinterpret_cast<uint4*>(in_ring) = *reinterpret_cast<const uint4*>(from);
+        });
+        synchronise();  // other threads may have stored x
+      }
       // A warp that has none forms the last one too, but stores it only where all is sent at once, after a barrier:
       // what another warp sends must not be on its way to its last bits (store_stochastic()).
       const bool stores = kKeeps || fold_index() < params.slices;
@@ -1223,7 +1266,10 @@ struct ReadCta {
             finite = finite && float_bits(amax) < infinite_from(problem.config.checkpoint);
           }
         }
-        if (!kKeeps && stores) send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
+        if (!kKeeps && stores) {
+          send_folded(checkpoint(head), slice * kSliceBytes, kSliceBytes);
+          read_folded(k, slice);
+        }
         slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
       }
@@ -1446,9 +1492,10 @@ struct ReadCta {
   // Records that a product over them takes; a row's only token is added apart, unless the state is plain.
   __device__ int run_length() const { return reads_one() ? history : history + T; }
   // The lane's row of a tile of these, for ldmatrix; zeros where there is no record.
-  __device__ int run_at(int tile) const {
+  __device__ int run_at(int tile) const { return run_at(tile, x_at()); }
+  __device__ int run_at(int tile, int x) const {  // x: where the head's records begin
     const int record = 16 * tile + (kPlain ? lane / 8 % 2 : lane / 16) * 8 + lane % 8;
-    return (record < run_length() ? x_at() + record * layout.x_stride * 2 : layout.zeros) +
+    return (record < run_length() ? x + record * layout.x_stride * 2 : layout.zeros) +
            2 * (first_slice * kSliceWidth + (kPlain ? lane / 16 : lane / 8 % 2) * 8);
   }
 
@@ -1464,8 +1511,8 @@ struct ReadCta {
     }
   }
   // and these are added: to sums of two tokens, and of the head's row p and those behind it that a lane has.
-  __device__ void add_left_out(const float* terms, int first, int second, int p, float (&value)[4]) const {
-    const Staged* x = staged(new_x_at()) + p;
+  __device__ void add_left_out(const float* terms, int first, int second, int x_at, int p, float (&value)[4]) const {
+    const Staged* x = staged(x_at) + history * layout.x_stride + p;
 #pragma unroll 1
     for (int r = 0; r < T; ++r, x += layout.x_stride) {
 #pragma unroll
@@ -1647,7 +1694,7 @@ struct ReadCta {
             leave_out(i, x);
             add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), value);
           }
-          add_left_out(terms, min(first + 2 * t, T - 1), min(first + 2 * t + 1, T - 1),
+          add_left_out(terms, min(first + 2 * t, T - 1), min(first + 2 * t + 1, T - 1), x_at(),
                        (first_slice + slice) * kSliceWidth + g, value);
         }
         const State codes(source);
@@ -1677,32 +1724,42 @@ struct ReadCta {
     }
   }
 
-  // The same from slices of a plain checkpoint, of rows of up to kPlainTokens: a lane has four rows of token g.
-  __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
-                                             Slices& slices) const {
-    constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
-    const int tiles = (history + T + 15) / 16;
-    const float* const terms = floats(terms_at);
-    const float decay = kFolds ? 1.0f : floats(layout.decay)[k];
-    const typename State::Places of_state(lane);
-
+  // The same of a plain head, slice by slice, of rows of up to kPlainTokens: a lane has four rows of token g.
+  struct PlainReader {
+    static constexpr int kRows = 4, kQueryParts = State::template kQueryParts<Staged>;
+    const ReadCta& cta;
+    int k, x, tiles, own;  // x: where the head's records begin, bytes in shared memory; own: the lane's token
+    const float* terms;
     // What all slices take, of the lane's token. Rows 0 to 7 of a product's first operand are the tokens' first parts
     // of weights, rows 8 to 15 their second.
-    const int own = kSingle ? 0 : min(g, T - 1);
-    uint4 query[kQueryParts][State::kQueries], weights[2] = {};
+    uint4 query[kQueryParts][State::kQueries], weights[2];
+    float factor;
+
+    __device__ __forceinline__ PlainReader(const ReadCta& cta, int k, int terms_at, int x)
+        : cta(cta),
+          k(k),
+          x(x),
+          tiles(kFolds ? 1 : (cta.history + cta.T + 15) / 16),
+          own(kSingle ? 0 : min(cta.g, cta.T - 1)),
+          terms(cta.floats(terms_at)),
+          weights{} {
+      const ReadShared& layout = cta.layout;
 #pragma unroll
-    for (int part = 0; part < kQueryParts; ++part)
+      for (int part = 0; part < kQueryParts; ++part)
 #pragma unroll
-      for (int i = 0; i < State::kQueries; ++i) {
-        const int at = layout.query + (part * layout.tokens + own) * kQueryStride * 4;
-        query[part][i] = *reinterpret_cast<const uint4*>(shared + at + 64 * i + 16 * t);
+        for (int i = 0; i < State::kQueries; ++i) {
+          const int at = layout.query + (part * layout.tokens + own) * kQueryStride * 4;
+          query[part][i] = *reinterpret_cast<const uint4*>(cta.shared + at + 64 * i + 16 * cta.t);
+        }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < tiles) weights[i] = split_weights(cta.weights_of_run(k, own, i, terms));
       }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i < tiles) weights[i] = split_weights(weights_of_run(k, own, i, terms));
+      const float decay = kFolds ? 1.0f : cta.floats(layout.decay)[k];
+      factor = __fmul_rn(decay * cta.floats(layout.query_scale)[own], terms[own]);
     }
-    const float factor = __fmul_rn(decay * floats(layout.query_scale)[own], terms[own]);
-    auto add = [&](const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
+
+    __device__ static void add(const HistoryOperand<Staged>& x, const uint4& weight, float (&sum)[2][4]) {
 #pragma unroll
       for (int part = HistoryOperand<Staged>::kParts - 1; part >= 0; --part)
 #pragma unroll
@@ -1710,23 +1767,20 @@ struct ReadCta {
           multiply_pairs<__nv_bfloat16>(sum[half], weight.x, weight.y, weight.z, weight.w, x.part[part][2 * half],
                                         x.part[part][2 * half + 1]);
         }
-    };
-    int run_x[2] = {places.run_x[0], places.run_x[1]};
-    Staged* out = head_out + own * args.out.stride[0];
+    }
 
-#pragma unroll 1
-    for (int slice = 0; slice < slices.own; ++slice) {
-      const State state = take_slice(slices, of_state);
+    // slice: which it is, counted from the warp's first; run_x: x of its first two tiles; out: of the lane's token.
+    __device__ __forceinline__ void read(const State& state, int slice, const int (&run_x)[2], Staged* out) const {
       float of_run[2][4] = {}, value[kRows];
       typename State::Sums sum = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < tiles) add(HistoryOperand<Staged>(staged(run_x[i])), weights[i], of_run);
+        if (i < tiles) add(HistoryOperand<Staged>(cta.staged(run_x[i])), weights[i], of_run);
       }
 #pragma unroll 1
       for (int i = 2; i < tiles; ++i) {
-        add(HistoryOperand<Staged>(staged(run_at(i)) + slice * kSliceWidth),
-            split_weights(weights_of_run(k, own, i, terms)), of_run);
+        add(HistoryOperand<Staged>(cta.staged(cta.run_at(i, x)) + slice * kSliceWidth),
+            split_weights(cta.weights_of_run(k, own, i, terms)), of_run);
       }
       auto take_values = [&] {
 #pragma unroll
@@ -1737,7 +1791,7 @@ struct ReadCta {
         state.multiply([&](int i) { return query[part][i]; }, sum);
       }
       take_values();
-      if (!kSingle && T > 1) {
+      if (!kSingle && cta.T > 1) {
         bool finite = true;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) finite = finite && isfinite(value[i]);
@@ -1746,19 +1800,19 @@ struct ReadCta {
           for (int i = 0; i < 8; ++i) of_run[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
           for (int i = 0; i < tiles; ++i) {
-            uint32_t x[4];
-            load_transposed(x, staged(run_at(i)) + slice * kSliceWidth);
-            leave_out(i, x);
-            add(HistoryOperand<Staged>(x), split_weights(weights_of_run(k, own, i, terms)), of_run);
+            uint32_t of_tile[4];
+            load_transposed(of_tile, cta.staged(cta.run_at(i, x)) + slice * kSliceWidth);
+            cta.leave_out(i, of_tile);
+            add(HistoryOperand<Staged>(of_tile), split_weights(cta.weights_of_run(k, own, i, terms)), of_run);
           }
           take_values();
-          add_left_out(terms, own, own, (first_slice + slice) * kSliceWidth + 2 * t, value);
+          cta.add_left_out(terms, own, own, x, (cta.first_slice + slice) * kSliceWidth + 2 * cta.t, value);
         }
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) value[i] = fmaf(State::value(sum, i), factor, value[i]);
-      if (g < T) {
-        if (params.paired) {
+      if (cta.g < cta.T) {
+        if (cta.params.paired) {
           *reinterpret_cast<uint32_t*>(out) = pack_pair<Staged>(value[0], value[1]);
           *reinterpret_cast<uint32_t*>(out + 8) = pack_pair<Staged>(value[2], value[3]);
         } else {
@@ -1766,15 +1820,40 @@ struct ReadCta {
           for (int i = 0; i < kRows; ++i) store_scalar(out, kDtypeOf<Staged>, i / 2 * 8 + i % 2, value[i]);
         }
       }
+    }
+  };
+
+  // Outputs of the warp's slices of a head that come through its ring.
+  __device__ __forceinline__ void read_plain(int k, const Places& places, int terms_at, Staged* head_out,
+                                             Slices& slices) const {
+    const typename State::Places of_state(lane);
+    const PlainReader reader(*this, k, terms_at, x_at());
+    int run_x[2] = {places.run_x[0], places.run_x[1]};
+    Staged* out = head_out + reader.own * args.out.stride[0];
+#pragma unroll 1
+    for (int slice = 0; slice < slices.own; ++slice) {
+      const State state = take_slice(slices, of_state);
+      reader.read(state, slice, run_x, out);
       run_x[0] += 2 * kSliceWidth, run_x[1] += 2 * kSliceWidth;
       out += kSliceWidth;
     }
   }
 
+  // kReadsFolds: outputs of a slice that the warp has folded.
+  __device__ __forceinline__ void read_folded(int k, int slice) const {
+    const State state(shared + layout.folded + slice * kSliceBytes, typename State::Places(lane));
+    const int x = folded_new_x(k), of_first = slice - first_slice;
+    const PlainReader reader(*this, k, layout.terms + k * layout.terms_stride * 4, x);
+    const int run_x[2] = {run_at(0, x) + 2 * of_first * kSliceWidth, 0};
+    reader.read(state, of_first, run_x,
+                static_cast<Staged*>(args.out.data) + (row.first_token + reader.own) * args.out.stride[0] +
+                    head_of(k) * args.out.stride[1] + slice * kSliceWidth + output_row());
+  }
+
   // What can be done before anything is known.
   __device__ __forceinline__ void set_up() const {
     if (tid * 16 < kZeroBytes) *reinterpret_cast<uint4*>(shared + layout.zeros + tid * 16) = make_uint4(0, 0, 0, 0);
-    if (kPlain && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
+    if (kPlain && !kFolds && lane < kSlots) init_barrier(slot_barrier(lane), kSlotArrivals);
     if (!kPlain && member == 0 && lane == 0) init_barrier(barrier(), 1);
     if (kFolds && tid == 0) init_barrier(fold_barrier(), 1 + kThreads);
     if (kBlocksOfB && warp == kWarps - 1 && lane == 0) init_barrier(fold_barrier(), 1);
@@ -1789,7 +1868,6 @@ struct ReadCta {
   // Of a CTA that folds, when it has done so: the next task makes anew what set_up() has made.
   __device__ __forceinline__ void end() const {
     synchronise();
-    if (kPlain && lane < kSlots) end_barrier(slot_barrier(lane));
     if (member == 0 && lane == 0) {
       if (!kPlain) end_barrier(barrier());
       if (team == 0) end_barrier(fold_barrier());
@@ -1832,10 +1910,13 @@ struct ReadCta {
     } else {
       fold_heads(keys, ask);
     }
+    if constexpr (kReadsFolds) {
+      await_folded_read();
+      return;
+    }
     if (keeps_copies()) {
       finish_stores_before_blocks();
     } else {
-      if (kPlain && elect_lane()) await_blocks_stored();
       finish_writes_before_blocks();
     }
     synchronise();

@@ -39,9 +39,10 @@
 //     the kernel.
 //  5. Rows flagged FLUSH are the work of other CTAs, which come first in the grid or, where states are plain, stand
 //     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
-//     busy, up to one a warp. It prepares for all of them at once, folds one after the other into its checkpoint, as
-//     step_mma.cu does, casts it to its read copy (head_fold.cuh) if there is one, and goes on as above with what it
-//     has stored, or with copies that it has kept. Steps and flushes don't wait for each other.
+//     busy, up to one a warp or eight plain ones. It prepares for all of them at once and folds one after the other
+//     into its checkpoint, as step_mma.cu does. Of a plain one a warp reads each slice as soon as it is stored. Others
+//     are cast to their read copies (head_fold.cuh), and the CTA goes on as above with what it has stored, or with
+//     copies that it has kept. Steps and flushes don't wait for each other.
 //  6. In small batches a step takes as long as one row needs to flush, and that is mostly one instruction after the
 //     other. Then CTAs have twice the warps. One that folds has one head: two warps share a slice, each has half of its
 //     columns, and what is to be stored and read again stays in shared memory. One that steps is two as above, side by
@@ -103,23 +104,26 @@ template <typename Cta>
 __device__ __forceinline__ void fold_together(const ReadParams& params, char* shared, int number) {
   await_previous();
   const auto flushing = FlushingRows::of<false>(params);
-  // A head for each warp, if there are enough for all CTAs.
+  // As many heads, if there are enough for all CTAs.
   const uint32_t flushed_heads = flushing.count * params.heads.divisor;
-  int team_bits = kWarpBits;
-  while (team_bits > params.fold_team_bits && flushed_heads >> (kWarpBits - team_bits) > params.flush_ctas) {
-    --team_bits;
-  }
-  const uint32_t tasks = flushing.count * params.groups.divisor * params.fold_chunks[team_bits].divisor;
+  int bits = 0;
+  while (bits < params.fold_bits && flushed_heads >> bits > params.flush_ctas) ++bits;
+  const int team_bits = Cta::kReadsFolds ? kWarpBits : kWarpBits - bits;
+  const uint32_t tasks = flushing.count * params.groups.divisor * params.fold_chunks[bits].divisor;
 #pragma unroll 1
   for (uint32_t task = number; task < tasks; task += params.flush_ctas) {
     Cta folding(params, shared, team_bits);
-    if (!folding.take(task, &flushing)) continue;
+    if (!folding.take(task, &flushing, bits)) continue;
     folding.set_up();
     folding.fold();
-    Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
-    reading.take(task, &flushing);
-    reading.run();
-    reading.end();
+    if constexpr (Cta::kReadsFolds) {
+      folding.end();
+    } else {
+      Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
+      reading.take(task, &flushing, bits);
+      reading.run();
+      reading.end();
+    }
   }
 }
 
@@ -294,9 +298,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.heads = Quotient(g.num_heads);
   params.group_heads = Quotient(params.heads_per_group);
   params.groups = Quotient(g.num_groups);
-  for (int bits = 0; bits <= kWarpBits; ++bits) {
-    const int heads = kWarps >> bits;
-    params.fold_chunks[bits] = Quotient((params.heads_per_group + heads - 1) / heads);
+  for (int bits = 0; bits <= kPlainFoldBits; ++bits) {
+    params.fold_chunks[bits] = Quotient((params.heads_per_group + (1 << bits) - 1) >> bits);
   }
   params.x_parts = Quotient(g.head_dim / 8);
   params.advance = {
@@ -334,18 +337,18 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
          ctas >= 2 * kEnoughCtas && bytes(2 * params.cta_heads) <= limit) {
     share(2 * params.cta_heads, 0);
   }
-  params.fold_team_bits = kWarpBits;
   params.folding = lay_out(problem, false, scan.args.max_count, 1, 1, folds);
-  while (folds && params.fold_team_bits > 0 && kWarps >> params.fold_team_bits < params.heads_per_group) {
-    const int heads = kWarps >> (params.fold_team_bits - 1);
+  const int most_fold_bits = is_plain(problem.config) ? kPlainFoldBits : kWarpBits;
+  while (folds && params.fold_bits < most_fold_bits && 1 << params.fold_bits < params.heads_per_group) {
+    const int heads = 2 << params.fold_bits;
     const ReadShared more = lay_out(problem, false, scan.args.max_count, heads, heads, true);
     const bool fits = more.bytes <= std::max(kManyFoldedShared, params.stepping.bytes);
-    if (more.bytes > kSharedLimit || (!fits && params.folding.bytes <= kManyFoldedShared)) break;
-    --params.fold_team_bits;
+    if (more.bytes > kSharedLimit || (!fits && (params.folding.bytes <= kManyFoldedShared || heads > kWarps))) break;
+    ++params.fold_bits;
     params.folding = more;
   }
   if (folds && problem.read_copy_head_bytes > 0) {
-    const int heads = kWarps >> params.fold_team_bits;
+    const int heads = 1 << params.fold_bits;
     const ReadShared keeping = lay_out(problem, false, scan.args.max_count, heads, heads, true, true);
     if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
   }
