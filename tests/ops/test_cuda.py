@@ -258,6 +258,7 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
         (ops.step, 1, "fp16_sr", "none", 160),
         (ops.step, 1, "fp16_sr", "nvfp4", 64),
         (ops.step, 1, "fp16_sr", "nvfp4", 320),
+        (ops.step, 1, "fp16_sr", "nvfp4", 1400),
         (ops.step, 2, "fp16_sr", "none", 320),
         (ops.step, 2, "fp16_sr", "nvfp4", 64),
         (flush_then_step, 1, "fp32", "none", 64),

@@ -147,6 +147,7 @@ ReadShared ReadShared::of(bool wide, bool keeps, int P, int window, int tokens, 
 struct ReadParams {
   ScanParams scan;
   int rows, flush_ctas;
+  int enough_folds;                          // tasks of CTAs that fold, of which more have more heads each
   int flush_spacing;                         // of so many CTAs one folds, as a power of two
   int step_ctas, step_tasks;                 // CTAs that step; a task for each, or for either half
   int fold_bits;                             // of the most heads that a CTA folds, as a power of two

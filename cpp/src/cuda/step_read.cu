@@ -38,7 +38,7 @@
 //     decoded, and no sum crosses lanes. States of BF16 take C in BF16, FP16 in two parts. Here memory is what bounds
 //     the kernel.
 //  5. Rows flagged FLUSH are the work of other CTAs, which come first in the grid or, where states are plain, stand
-//     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as keep all of them
+//     among the first, so that an SM has both kinds. Such a CTA takes as many heads of a group as leave enough of them
 //     busy, up to one a warp or eight plain ones. It prepares for all of them at once and folds one after the other
 //     into its checkpoint, as step_mma.cu does. Of a plain one a warp reads each slice as soon as it is stored. Others
 //     are cast to their read copies (head_fold.cuh), and the CTA goes on as above with what it has stored, or with
@@ -104,10 +104,10 @@ template <typename Cta>
 __device__ __forceinline__ void fold_together(const ReadParams& params, char* shared, int number) {
   await_previous();
   const auto flushing = FlushingRows::of<false>(params);
-  // As many heads, if there are enough for all CTAs.
+  // As many heads a task as leave enough of these.
   const uint32_t flushed_heads = flushing.count * params.heads.divisor;
   int bits = 0;
-  while (bits < params.fold_bits && flushed_heads >> bits > params.flush_ctas) ++bits;
+  while (bits < params.fold_bits && flushed_heads >> bits > params.enough_folds) ++bits;
   const int team_bits = Cta::kReadsFolds ? kWarpBits : kWarpBits - bits;
   const uint32_t tasks = flushing.count * params.groups.divisor * params.fold_chunks[bits].divisor;
 #pragma unroll 1
@@ -240,12 +240,21 @@ constexpr int64_t kEnoughCtas = 512;
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
-// CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
-int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
+// CTAs are wide in batches so small that one row's flush takes as long as all others' steps. Of one token fewer rows
+// flush, and of up to 32 rows their folds begin early.
+int few_heads(const replayssm_config& config, int32_t rows, bool single) {
+  return is_plain(config) ? 2048 : single && rows <= 32 ? 4352 : 2304;
+}
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
   return each * multiprocessors();
+}
+// Tasks that are enough for them: where there would be more, a task is of more heads, which are prepared for at once.
+// Fewer than one for each CTA are enough where steps last longer than a task of four heads, as timed with read copies
+// and one token.
+int enough_folds(const replayssm_config& config, int64_t row_heads, int flush_ctas, bool single) {
+  return !is_plain(config) && single && row_heads >= 12288 ? 2 * multiprocessors() : flush_ctas;
 }
 // Steps load early where a multiprocessor needs no more than a CTA of them, beside one of the kernel before: two halves
 // with a head for each warp at most.
@@ -353,7 +362,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
   }
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
-  const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
+  const bool single = scan.args.max_count == 1;
+  const bool wide = folds && row_heads < few_heads(problem.config, rows, single) && can_be_wide(problem.config) &&
                     wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
   bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
                row_heads <= most_early_heads();
@@ -376,6 +386,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   if (folds) {
     params.flush_ctas =
         static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads, wide), row_heads));
+    params.enough_folds = enough_folds(problem.config, row_heads, params.flush_ctas, single);
   }
   while (params.flush_spacing < most_flush_spacing(problem.config) &&
          static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
@@ -389,7 +400,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
     const Way way = early ? Way::kEarly : wide ? Way::kWide : Way::kNarrow;
-    return launch_early("step", choose_read<Format>(problem.config.activation, scan.args.max_count == 1, way),
+    return launch_early("step", choose_read<Format>(problem.config.activation, single, way),
                         row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, halves * kThreads, shared, exec,
                         params);
   });
