@@ -405,12 +405,12 @@ def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint)
 @pytest.mark.parametrize("head_dim, tokens, window", [(64, 1, 8), (64, 3, 8), (80, 1, 32), (80, 16, 32)])
 def test_bits_of_float32_rows_alone_and_among_others(head_dim, tokens, window):
     """On a GPU of 132 multiprocessors: alone its heads have a CTA each, all of which begin before the plan is made;
-    among five of its like some don't; among twenty CTAs take several heads.
+    among five of its like some don't; among twenty they don't all find room; among eighty CTAs take several heads.
     """
     geometry, config = MambaGeometry(80, head_dim, 2, 128), ReplayConfig(window=window, max_step_tokens=tokens)
-    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 20 * tokens, CUDA)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 80 * tokens, CUDA)
     outputs, states = [], []
-    for first, last in ((0, 20), (15, 20), (17, 18)):
+    for first, last in ((0, 80), (0, 20), (15, 20), (17, 18)):
         pool = StatePool(geometry, config, last - first, 1, CUDA)
         pool.reset(range(last - first))
         outputs.append([])
