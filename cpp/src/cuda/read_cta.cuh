@@ -61,13 +61,13 @@ struct ReadShared {
   // ones the checkpoint or the copy, others, if there is room, the copies of all heads.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
-  bool keeps;
+  bool column_scales, keeps;
 
   ReadShared() = default;
   // Puts terms and scaled of so many heads where they are in nothing's place.
   void part(int heads) {
     terms = bytes, scaled = terms + heads * terms_stride * 4;
-    bytes = round_up(scaled + warps * kQueryStride * 4, 128);
+    bytes = round_up(terms + size_of_terms(heads, column_scales), 128);
   }
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
@@ -119,6 +119,7 @@ struct ReadShared {
                                                  : warp_max + warps * 4,
                                 state + (plain ? warps * kSlots * !wide : teams) * chunk_bytes),
                        128)),
+        column_scales(column_scales),
         keeps(keeps) {}
 
   int size_of_terms(int heads, bool column_scales) const {
