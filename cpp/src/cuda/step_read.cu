@@ -230,14 +230,14 @@ auto with_read_format(const replayssm_config& config, F&& f) {
   return f(Fp8());
 }
 
-// A head has more than one warp where CTAs would be fewer, and a CTA more heads than it has warps as long as that
-// leaves so many, and room for two others in an SM.
-constexpr int64_t kEnoughCtas = 512;
+// A CTA has more heads than it has warps where that leaves room for two others in an SM.
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps.
-int few_heads(const replayssm_config& config) { return is_plain(config) ? 2048 : 2304; }
+int few_heads(const replayssm_config& config, int32_t rows, bool one_token) {
+  return is_plain(config) ? 2048 : one_token && rows <= FlushingRows::kFewRows ? 4224 : 2304;
+}
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
   const int each = wide ? 1 : row_heads < (is_plain(config) ? 32768 : 8192) ? 2 : 4;
@@ -246,6 +246,12 @@ int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide
 // Steps load early where a multiprocessor needs no more than a CTA of them, beside one of the kernel before: two halves
 // with a head for each warp at most.
 int most_early_heads() { return 2 * kWarps * multiprocessors(); }
+// A head has more than one warp where CTAs that step would be fewer, and a CTA more heads than it has warps as long as
+// that leaves so many. Of the halves of wide ones that read a copy for one token fewer do: all shall find room beside
+// CTAs that fold, if that takes no more than eight heads of each.
+int64_t enough_ctas(bool wide_copies, int64_t row_heads) {
+  return !wide_copies || row_heads <= most_early_heads() ? 512 : row_heads <= 16 * multiprocessors() ? 192 : 448;
+}
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
@@ -324,14 +330,18 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.stepping = lay_out(problem, false, scan.args.max_count, heads, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };
+  const bool one_token = scan.args.max_count == 1;
+  const bool may_be_wide =
+      folds && row_heads < few_heads(problem.config, rows, one_token) && can_be_wide(problem.config);
+  const int64_t enough = enough_ctas(may_be_wide && one_token && !is_plain(problem.config), row_heads);
   for (int bits = 0; bits <= kWarpBits; ++bits) {
     share(kWarps >> bits, bits);
-    if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && params.cta_heads <= params.heads_per_group) {
+    if (params.stepping.bytes <= kSharedLimit && ctas >= enough && params.cta_heads <= params.heads_per_group) {
       break;
     }
   }
   while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && 2 * params.cta_heads <= kMaxCtaHeads &&
-         ctas >= 2 * kEnoughCtas && bytes(2 * params.cta_heads) <= limit) {
+         ctas >= 2 * enough && bytes(2 * params.cta_heads) <= limit) {
     share(2 * params.cta_heads, 0);
   }
   params.fold_team_bits = kWarpBits;
@@ -350,8 +360,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
   }
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
-  const bool wide = folds && row_heads < few_heads(problem.config) && can_be_wide(problem.config) &&
-                    wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
+  const bool wide = may_be_wide && wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
   bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
                row_heads <= most_early_heads();
   if (early) {
