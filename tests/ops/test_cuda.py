@@ -204,9 +204,11 @@ def test_errors_stay_until_they_are_read():
     "op, checkpoint, read_copy, rows",
     [
         (ops.step, "fp32", "none", 24),
+        (ops.step, "fp16_sr", "none", 1),
         (ops.step, "fp16_sr", "none", 4),
         (ops.step, "fp16_sr", "none", 24),
         (ops.step, "fp16_sr", "none", 40),
+        (ops.step, "fp16_sr", "nvfp4", 1),
         (ops.step, "fp16_sr", "nvfp4", 8),
         (ops.step, "fp16_sr", "nvfp4", 16),
         (ops.step, "fp16_sr", "nvfp4", 40),
@@ -248,6 +250,7 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
     operators.step(*call, x, B, C, dt, A_log, D, dt_bias, out, 0.0, float("inf"), plan.max_count, True)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(
     "op, tokens, checkpoint, read_copy, heads",
@@ -266,19 +269,21 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
         (ops.conventional_step, 1, "fp32", "none", 64),
     ],
 )
-def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, heads, layers):
+def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, heads, layers, rows):
     """In a graph a step begins while the plan before it is made, or while the step that wrote its states is just over:
     rows change their slots, histories and flushes from step to step. The same bits as of steps that wait.
     """
-    geometry, rows = MambaGeometry(heads, 64, 4, 128), 3
+    geometry, slots = MambaGeometry(heads, 64, 4, 128), 3
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
-    orders = [torch.tensor(order, dtype=torch.int32, device=CUDA) for order in itertools.permutations(range(rows))]
+    orders = [
+        torch.tensor(order, dtype=torch.int32, device=CUDA) for order in itertools.permutations(range(slots), rows)
+    ]
     accepted = torch.arange(rows, dtype=torch.int32, device=CUDA) % tokens + 1
     results = []
     for captured in (False, True):
-        pool = StatePool(geometry, config, rows, layers, CUDA)
-        pool.reset(range(rows))
+        pool = StatePool(geometry, config, slots, layers, CUDA)
+        pool.reset(range(slots))
         plan = Plan(pool, rows)
         outputs = torch.zeros(len(orders), layers, rows * tokens, heads, 64, dtype=torch.bfloat16, device=CUDA)
 
@@ -333,13 +338,14 @@ def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy, c
         assert same_bits(outputs, results[0][0]) and same_bits(data, results[0][1])
 
 
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     "tokens, checkpoint, read_copy",
     [(1, "fp32", "none"), (2, "fp32", "none"), (1, "fp16", "none"), (1, "fp32", "nvfp4")],
 )
-def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy):
+def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy, rows):
     """Its rows name other slots, histories and flags, in range or not; slots are reset and a plan is abandoned."""
-    geometry, rows, steps = MambaGeometry(32, 64, 2, 128), 4, 24
+    geometry, steps = MambaGeometry(32, 64, 2, 128), 24
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
     generator = torch.Generator().manual_seed(0)
@@ -406,12 +412,12 @@ def test_conventional_bits_of_a_row_alone_and_among_others(head_dim, checkpoint)
 @pytest.mark.parametrize("head_dim, tokens, window", [(64, 1, 8), (64, 3, 8), (80, 1, 32), (80, 16, 32)])
 def test_bits_of_float32_rows_alone_and_among_others(head_dim, tokens, window):
     """On a GPU of 132 multiprocessors: alone its heads have a CTA each, all of which begin before the plan is made;
-    among five of its like some don't; among twenty CTAs take several heads.
+    among five of its like some don't; among twenty they don't all find room; among eighty CTAs take several heads.
     """
     geometry, config = MambaGeometry(80, head_dim, 2, 128), ReplayConfig(window=window, max_step_tokens=tokens)
-    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 20 * tokens, CUDA)
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 80 * tokens, CUDA)
     outputs, states = [], []
-    for first, last in ((0, 20), (15, 20), (17, 18)):
+    for first, last in ((0, 80), (0, 20), (15, 20), (17, 18)):
         pool = StatePool(geometry, config, last - first, 1, CUDA)
         pool.reset(range(last - first))
         outputs.append([])

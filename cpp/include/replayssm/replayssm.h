@@ -218,9 +218,9 @@ enum {
 
 /* A plan is replayssm_plan_bytes(rows) bytes, 64-byte aligned: this header (64 bytes), rows x replayssm_plan_row, then
  * int32 row_order[rows]: from its begin the indices of the num_flush rows flagged FLUSH, ascending, up to its end those
- * of the other live rows, descending, and -1 between them, for rows that are padded or refused. Layer ops leave it as it is, but while they run: CTAs of step and flush may count jobs in `claims`, of
- * layer l in word l modulo their number, so that ops of one plan must not run at the same time for layers that share
- * a word. */
+ * of the other live rows, descending, and -1 between them, for rows that are padded or refused. Layer ops leave it as
+ * it is, but while they run: CTAs of step and flush may count jobs in `claims`, of layer l in word l modulo their
+ * number, so that ops of one plan must not run at the same time for layers that share a word. */
 enum { REPLAYSSM_PLAN_CLAIMS = 12 };
 typedef struct {
   int32_t rows;

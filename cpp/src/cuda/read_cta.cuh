@@ -64,13 +64,13 @@ struct ReadShared {
   // ones the checkpoint or the copy, others, if there is room, the copies of all heads.
   int checkpoint, folded_x, scratch, scratch_stride, inverse, warp_max, folded;
   int state_bytes, bytes;
-  bool keeps;
+  bool column_scales, keeps;
 
   ReadShared() = default;
   // Puts terms and scaled of so many heads where they are in nothing's place.
   void part(int heads) {
     terms = bytes, scaled = terms + heads * terms_stride * 4;
-    bytes = round_up(scaled + warps * kQueryStride * 4, 128);
+    bytes = round_up(terms + size_of_terms(heads, column_scales), 128);
   }
   // Format: what steps read. folded_size: bytes of a value that is folded, or 0.
   template <typename Format, typename Staged>
@@ -125,6 +125,7 @@ struct ReadShared {
                                                             : 0) *
                                             chunk_bytes),
                        128)),
+        column_scales(column_scales),
         keeps(keeps) {}
 
   int size_of_terms(int heads, bool column_scales) const {
@@ -205,8 +206,10 @@ __device__ inline float load_early(const float* source) {
 // The rows of a step that flush. Of few rows they are told by looking at all of them at once, which takes one access to
 // memory where the plan's header, its list and the row would take three, one after the other.
 struct FlushingRows {
+  static constexpr int kFewRows = 32;
+
   const int32_t* listed;
-  uint32_t few;  // bits of rows, if there are at most 32
+  uint32_t few;  // bits of rows, if there are at most kFewRows
   int count;
 
   // What tells of them, of a lane: two loads, of which neither waits for the other.
@@ -216,7 +219,7 @@ struct FlushingRows {
   template <bool kFew>
   __device__ static Seen see(const ReadParams& params) {
     const replayssm_plan_row* const planned = params.scan.planned;
-    if (kFew && params.rows <= 32) {
+    if (kFew && params.rows <= kFewRows) {
       const replayssm_plan_row& row = planned[min(threadIdx.x % 32, params.rows - 1)];
       return {row.slot, row.flags};
     }
@@ -226,7 +229,7 @@ struct FlushingRows {
   template <bool kFew>
   __device__ static FlushingRows of(const ReadParams& params, const Seen& seen) {
     FlushingRows rows{reinterpret_cast<const int32_t*>(params.scan.planned + params.rows), 0, 0};
-    if (kFew && params.rows <= 32) {
+    if (kFew && params.rows <= kFewRows) {
       rows.take_few(seen.first, seen.second, params.rows);
     } else {
       rows.count = seen.first;
@@ -241,7 +244,7 @@ struct FlushingRows {
   __device__ static FlushingRows peek(const ReadParams& params) {
     FlushingRows rows{};
     const replayssm_plan_row* const planned = params.scan.planned;
-    if (params.rows > 32) return rows;
+    if (params.rows > kFewRows) return rows;
     const replayssm_plan_row& row = planned[min(threadIdx.x % 32, params.rows - 1)];
     const int32_t flags = cuda::peek(row.flags), slot = cuda::peek(row.slot);
     rows.take_few(slot, flags, params.rows);

@@ -50,6 +50,7 @@ struct EarlyStep {
   static constexpr int kStepWarp = 2, kQueryWarp = 3;
 
   Cta cta;
+  bool known;              // there is work, by the row as it has been found
   int own_slices;          // of the team's head, for this warp
   float rate, bias, skip;  // kStepWarp, of the lane-th head
   const char* next;        // slice of a plain checkpoint to request
@@ -70,34 +71,63 @@ struct EarlyStep {
 
   __device__ __forceinline__ void run(uint32_t task) {
     cta.set_up();
-    cta.find(task);
-    own_slices = cta.team < cta.heads ? cta.own_slices : 0;
-    bool known = peek(), sure = false;
+    find(task);
+    bool sure = false;
 #pragma unroll 1
-    while (true) {
-      if (known) {
-        request_history();
-        if (kSingle) find_token();
-        await_requests();
-      }
-      cta.synchronise();
-      if (!sure) await_previous();
-      const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
-      const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
-      const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
-      if (known) {
-        if constexpr (kSingle) {
-          weigh_token();
-        } else {
-          request_tokens();
-        }
-      }
-      if (agree(known && (sure || is_row(named, rest)))) break;
-      if (known) await_state();
+    while (!begin(sure)) {
       if (!cta.take(task)) return;
-      begin_anew();
+      end();
+      cta.set_up();
       known = sure = true;
     }
+    read();
+  }
+  // The same of what find() has taken, but false, behind await_previous(), if nothing is done: the row is another now,
+  // or there is nothing to do.
+  __device__ __forceinline__ bool run() {
+    cta.set_up();
+    if (!begin(false)) {
+      end();
+      return false;
+    }
+    read();
+    return true;
+  }
+
+  // Takes a task by the plan as it reads then. Returns whether its row flushes.
+  __device__ __forceinline__ bool find(uint32_t task) {
+    cta.find(task);
+    own_slices = cta.team < cta.heads ? cta.own_slices : 0;
+    known = peek();
+    return cta.row.flags & REPLAYSSM_ROW_FLUSH;
+  }
+
+  // All that precedes the products with state and x. False: the row is another, and nothing is under way.
+  __device__ __forceinline__ bool begin(bool sure) {
+    if (known) {
+      request_history();
+      if (kSingle) find_token();
+      await_requests();
+    }
+    cta.synchronise();
+    if (!sure) await_previous();
+    const replayssm_plan_row& planned = cta.params.scan.planned[cta.row_index];
+    const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
+    const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
+    if (known) {
+      if constexpr (kSingle) {
+        weigh_token();
+      } else {
+        request_tokens();
+      }
+    }
+    if (agree(known && (sure || is_row(named, rest)))) return true;
+    if (known) await_state();
+    return false;
+  }
+
+  // What begin() has begun.
+  __device__ __forceinline__ void read() {
     if constexpr (!kSingle) {
       read_several();
       return;
@@ -117,13 +147,12 @@ struct EarlyStep {
            is(row.flags, rest.z) && is(row.ring_row, rest.w);
   }
 
-  // Makes anew what set_up() has made; nothing is under way.
-  __device__ void begin_anew() const {
+  // Takes back what set_up() has made; nothing is under way.
+  __device__ void end() const {
     cta.synchronise();
     if (kPlain && cta.lane < kSlots) end_barrier(cta.slot_barrier(cta.lane));
     if (!kPlain && cta.member == 0 && cta.lane == 0) end_barrier(cta.barrier());
     cta.synchronise();
-    cta.set_up();
   }
 
   // take() before await_previous().

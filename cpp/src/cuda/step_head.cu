@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// step of float32 checkpoints in small batches, of which all heads find room on the SMs at once: what step_mma.cu
-// computes, every sum in the same order and hence with the same bits, by code that is run through once. A CTA has one
-// head of one row: a warp for each slice, 16 rows of the state, one for the products B^T C and one for the weights.
+// step of float32 checkpoints in small batches: what step_mma.cu computes, every sum in the same order and hence with
+// the same bits, by code that is run through once. A CTA has one head of one row: a warp for each slice, 16 rows of the
+// state, one for the products B^T C and one for the weights.
 //
 // Latency is what such a launch takes, and instructions that run once are a good part of it. So whatever can be is done
 // before the kernel before has ended, by the rules of common.cuh: what steps before have left is loaded (state, records
@@ -21,9 +21,11 @@ namespace {
 constexpr int kMaxSlices = kMaxHeadDim / kSliceWidth;
 constexpr int kMaxHistory = 32;  // records of a row
 constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
-// CTAs an SM up to which a batch is small, if so many find room, and how many of them begin before the kernel before
-// has ended.
-constexpr int kMostPerSm = 5, kEarlyPerSm = 3;
+// CTAs an SM that begin before the kernel before has ended.
+constexpr int kEarlyPerSm = 3;
+// A batch is small if all heads find room at once or, where an SM has room for kEnoughPerSm of them, up to so many
+// slices an SM; of smaller heads than were measured no more heads than of those, which have four slices.
+constexpr int kEnoughPerSm = 3, kMostSlicesPerSm = 188;
 
 // The shared memory of a CTA, behind the barriers of the slices; offsets in bytes. Records of B and x are the new
 // tokens, then the history, newest first.
@@ -626,10 +628,12 @@ bool has_step_head(const ScanParams& params, int32_t rows) {
   const int heads = problem.geometry.num_heads, sms = attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   const HeadLayout layout(problem.config.window, params.args.max_count, problem.geometry.head_dim / kSliceWidth);
   const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
-  const int per_sm = std::min(kMostPerSm, of_sm / (layout.bytes + 1024));  // a CTA takes 1 KB more
+  const int per_sm = of_sm / (layout.bytes + 1024);  // a CTA takes 1 KB more
+  const int slices = problem.geometry.head_dim / kSliceWidth;
+  const int most = std::max(per_sm, per_sm < kEnoughPerSm ? 0 : kMostSlicesPerSm / std::max(slices, 4));
   return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && problem.config.window <= kMaxHistory && heads >= 2 &&
          heads < 1024 && params.x_aligned && params.b_aligned && params.c_aligned && layout.bytes <= kSharedLimit &&
-         static_cast<int64_t>(rows) * heads <= per_sm * sms;
+         static_cast<int64_t>(rows) * heads <= most * sms;
 }
 
 replayssm_status step_head(const replayssm_exec& exec, const ScanParams& scan, int32_t rows) {

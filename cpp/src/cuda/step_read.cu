@@ -50,7 +50,8 @@
 //     fetched and folded, but not stored.
 //  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of
 //     the kernel before. They have code of their own, which loads before that has ended what steps before have left:
-//     read_early.cuh.
+//     read_early.cuh. Of a single row a CTA steps or folds, by the plan as it reads then: CTAs with nothing to fold
+//     would hold places that the kernel behind could begin in.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
 // Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
@@ -64,9 +65,9 @@ namespace {
 constexpr int kCtasPerSm = 4;
 
 // The heads of rows that flush, by wide CTAs, one after the other; the first is begun before the kernel before has
-// ended, by what the plan says then.
+// ended, by what the plan says then. Returns whether there are such rows.
 template <typename Cta>
-__device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* shared, int number) {
+__device__ __forceinline__ bool fold_one_by_one(const ReadParams& params, char* shared, int number) {
   Cta cta(params, shared, Cta::kWarpBits);
   cta.set_up();
   FlushingRows flushing{};
@@ -97,6 +98,8 @@ __device__ __forceinline__ void fold_one_by_one(const ReadParams& params, char* 
     known = cta.take(index, &flushing);
     sure = true;
   }
+  if (flushing.count == 0) cta.end();
+  return flushing.count > 0;
 }
 
 // The same by other CTAs, some heads of a group at a time.
@@ -184,12 +187,37 @@ __global__ __launch_bounds__(2 * kThreads,
   }
 }
 
+// The same of one row, which CTAs step or fold. What has been begun by a plan that was another is done as in other
+// launches.
+template <typename Format, typename Staged, bool kSingle>
+__global__ __launch_bounds__(2 * kThreads,
+                             kCtasPerSm / 2) void step_row_kernel(const __grid_constant__ ReadParams params) {
+  extern __shared__ __align__(128) char shared[];
+  let_next_begin();
+  fetch_parameters(params);
+  using Step = EarlyStep<Format, Staged, kSingle>;
+  const int task = blockIdx.x + Step::Cta::step_half() * params.step_ctas;
+  const bool has_task = task < params.step_tasks;
+  Step step(params, shared);
+  bool folds = __syncthreads_or(has_task && step.find(task));
+  if (!folds) {
+    if (has_task && step.run()) return;
+    await_previous();
+    folds = FlushingRows::of<true>(params).count > 0;
+  }
+  if (folds && fold_one_by_one<ReadCta<Format, Staged, true, kSingle, true>>(params, shared, blockIdx.x)) return;
+  if (!has_task) return;
+  typename Step::Cta cta(params, shared, params.team_bits);
+  cta.set_up();
+  if (cta.take(task)) cta.run();
+}
+
 // ---- launch --------------------------------------------------------------------------------------------------------
 
 using ReadKernel = void(ReadParams);
 
-// How a launch's CTAs work: alone, or wide, and then with steps that load early.
-enum class Way { kNarrow, kWide, kEarly };
+// How a launch's CTAs work: alone, or wide, and then with steps that load early, of several rows or one.
+enum class Way { kNarrow, kWide, kEarly, kRow };
 
 // FP8 has scales of rows, which two warps would have to share.
 template <typename Format>
@@ -198,6 +226,7 @@ constexpr bool kCanBeWide = !std::is_same_v<Format, Fp8>;
 template <typename Format, typename Staged, bool kSingle>
 ReadKernel* choose_read(Way way) {
   if constexpr (kCanBeWide<Format>) {
+    if (way == Way::kRow) return step_row_kernel<Format, Staged, kSingle>;
     if (way == Way::kEarly) return step_early_kernel<Format, Staged, kSingle>;
     if (way == Way::kWide) return step_read_kernel<Format, Staged, kSingle, true>;
   }
@@ -234,16 +263,14 @@ auto with_read_format(const replayssm_config& config, F&& f) {
   return f(Fp8());
 }
 
-// A head has more than one warp where CTAs would be fewer, and a CTA more heads than it has warps as long as that
-// leaves so many, and room for two others in an SM.
-constexpr int64_t kEnoughCtas = 512;
+// A CTA has more heads than it has warps where that leaves room for two others in an SM.
 constexpr int kManyHeadsShared = 74 * 1024;
 constexpr int kManyFoldedShared = 56 * 1024;  // for three others
 int multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount, 1); }
 // CTAs are wide in batches so small that one row's flush takes as long as all others' steps. Of one token fewer rows
-// flush, and of up to 32 rows their folds begin early.
+// flush, and of few rows their folds begin early.
 int few_heads(const replayssm_config& config, int32_t rows, bool single) {
-  return is_plain(config) ? 2048 : single && rows <= 32 ? 4352 : 2304;
+  return is_plain(config) ? 2048 : single && rows <= FlushingRows::kFewRows ? 4224 : 2304;
 }
 // CTAs that fold, of a grid that has more than those. The steps of small batches find room beside them at once.
 int most_flush_ctas(const replayssm_config& config, int64_t row_heads, bool wide) {
@@ -259,6 +286,12 @@ int enough_folds(const replayssm_config& config, int64_t row_heads, int flush_ct
 // Steps load early where a multiprocessor needs no more than a CTA of them, beside one of the kernel before: two halves
 // with a head for each warp at most.
 int most_early_heads() { return 2 * kWarps * multiprocessors(); }
+// A head has more than one warp where CTAs that step would be fewer, and a CTA more heads than it has warps as long as
+// that leaves so many. Of the halves of wide ones that read a copy for one token fewer do: all shall find room beside
+// CTAs that fold, if that takes no more than eight heads of each.
+int64_t enough_ctas(bool wide_copies, int64_t row_heads) {
+  return !wide_copies || row_heads <= most_early_heads() ? 512 : row_heads <= 16 * multiprocessors() ? 192 : 448;
+}
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
@@ -336,14 +369,17 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.stepping = lay_out(problem, false, scan.args.max_count, heads, kWarps >> bits, false);
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };
+  const bool single = scan.args.max_count == 1;
+  const bool may_be_wide = folds && row_heads < few_heads(problem.config, rows, single) && can_be_wide(problem.config);
+  const int64_t enough = enough_ctas(may_be_wide && single && !is_plain(problem.config), row_heads);
   for (int bits = 0; bits <= kWarpBits; ++bits) {
     share(kWarps >> bits, bits);
-    if (params.stepping.bytes <= kSharedLimit && ctas >= kEnoughCtas && params.cta_heads <= params.heads_per_group) {
+    if (params.stepping.bytes <= kSharedLimit && ctas >= enough && params.cta_heads <= params.heads_per_group) {
       break;
     }
   }
   while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && 2 * params.cta_heads <= kMaxCtaHeads &&
-         ctas >= 2 * kEnoughCtas && bytes(2 * params.cta_heads) <= limit) {
+         ctas >= 2 * enough && bytes(2 * params.cta_heads) <= limit) {
     share(2 * params.cta_heads, 0);
   }
   params.folding = lay_out(problem, false, scan.args.max_count, 1, 1, folds);
@@ -362,9 +398,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
   }
   const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
-  const bool single = scan.args.max_count == 1;
-  const bool wide = folds && row_heads < few_heads(problem.config, rows, single) && can_be_wide(problem.config) &&
-                    wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
+  const bool wide = may_be_wide && wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
   bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
                row_heads <= most_early_heads();
   if (early) {
@@ -388,6 +422,8 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
         static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads, wide), row_heads));
     params.enough_folds = enough_folds(problem.config, row_heads, params.flush_ctas, single);
   }
+  const bool one_row = early && rows == 1;
+  if (one_row) params.flush_ctas = params.step_ctas;
   while (params.flush_spacing < most_flush_spacing(problem.config) &&
          static_cast<int64_t>(params.flush_ctas) << (params.flush_spacing + 1) <= params.flush_ctas + ctas) {
     ++params.flush_spacing;
@@ -399,10 +435,10 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   params.fetches = wide ? static_cast<int>(row_heads / params.cta_heads) : 0;
   return with_read_format(problem.config, [&](auto format) {
     using Format = decltype(format);
-    const Way way = early ? Way::kEarly : wide ? Way::kWide : Way::kNarrow;
+    const Way way = one_row ? Way::kRow : early ? Way::kEarly : wide ? Way::kWide : Way::kNarrow;
     return launch_early("step", choose_read<Format>(problem.config.activation, single, way),
-                        row_heads > INT32_MAX ? row_heads : params.flush_ctas + ctas, halves * kThreads, shared, exec,
-                        params);
+                        row_heads > INT32_MAX ? row_heads : ctas + (one_row ? 0 : params.flush_ctas), halves * kThreads,
+                        shared, exec, params);
   });
 }
 
@@ -416,7 +452,7 @@ cudaError_t load_step_read_kernels() {
                                 {REPLAYSSM_CHECKPOINT_FP32, REPLAYSSM_READ_COPY_E2M2}};
   for (const auto& format : formats) {
     for (int activation : {REPLAYSSM_BF16, REPLAYSSM_FP16}) {
-      for (Way way : {Way::kNarrow, Way::kWide, Way::kEarly}) {
+      for (Way way : {Way::kNarrow, Way::kWide, Way::kEarly, Way::kRow}) {
         for (bool single : {false, true}) {
           config.checkpoint = format[0], config.read_copy = format[1];
           ReadKernel* const kernel = with_read_format(
