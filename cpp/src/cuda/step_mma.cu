@@ -19,9 +19,9 @@
 //  3. The others consume: each takes every n-th stage.
 // SMs are not equally fast, so CTAs claim their jobs, the warp of products for all of its CTA, from a counter in the
 // plan: a CTA's first is its index, and when the last has been claimed the counter is zero again. Padded rows have no
-// jobs. Those that flush take longer; they stand among the others, all of them in the first three quarters. The last are
-// halved, so that CTAs end together. Small batches have jobs of single heads, which are shared out in advance, in the
-// order of the rows, for a claim and looking the order up would cost more. There the latency of preparation is the
+// jobs. Those that flush take longer; they stand among the others, all of them in the first three quarters. The last
+// are halved, so that CTAs end together. Small batches have jobs of single heads, which are shared out in advance, in
+// the order of the rows, for a claim and looking the order up would cost more. There the latency of preparation is the
 // limit. So a third warp prepares, with the weights of the history; a job's inputs are requested before the job ahead
 // of it is prepared; and rows of one token have code without loops over tokens.
 //
