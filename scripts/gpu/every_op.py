@@ -41,6 +41,10 @@ ROUNDS = [  # (slots, tokens a row, op)
     ([3, 2, 0], [3, 2, 3], "step"),  # slots 3 and 2 are flushed by the step itself
     ([0, -1, 2, 3], [3, 2, 3, 1], "step of records"),  # so is slot 0
     ([2], [9], "prefill"),
+    ([2], [1], "step"),  # single rows have kernels of their own
+    ([2], [3], "step"),
+    ([2], [3], "step of records"),
+    ([2], [3], "step"),  # flushed by the step itself
     ([1], [1], "conventional_step"),
     ([1, -1], [2, 1], "conventional_step"),
     ([1, -1, 4], [3, 1, 2], "conventional_verify"),
@@ -48,7 +52,7 @@ ROUNDS = [  # (slots, tokens a row, op)
 ]
 
 
-FLUSHES = 4
+FLUSHES = 5
 LONG_ROUNDS = [  # verification of up to 16 tokens a row in a window of 32
     ([0, 1], [40, 3], "prefill"),
     ([0, -1, 1], [16, 1, 9], "step"),
@@ -67,8 +71,13 @@ SELDOM_ROUNDS = [  # up to 8 tokens a row in a window of 32, which steps of 16-b
     ([1, 0], [8, 8], "step"),
     ([0, -1], [8, 1], "flush, step"),
     ([1, 0], [8, 1], "step of records"),  # slot 1 is flushed by the step itself
+    ([1], [8], "step"),
+    ([1], [1], "step"),
+    ([1], [8], "step of records"),
+    ([1], [8], "step"),
+    ([1], [8], "step of records"),  # slot 1 again
 ]
-SELDOM_FLUSHES = 2
+SELDOM_FLUSHES = 3
 
 
 def agree(what: str, host: torch.Tensor, device: torch.Tensor, tolerance: float) -> None:
