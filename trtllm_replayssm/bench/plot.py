@@ -34,14 +34,15 @@ def draw_kernel(records: list[dict]) -> bytes:
         len(geometries), 2, figsize=(13, height), layout="constrained", squeeze=False
     )
     for (lined, barred), (geometry, lines) in zip(panels, geometries.items(), strict=True):
+        lined.set_prop_cycle(color=matplotlib().get_cmap("tab20").colors)
         for name, points in lines.items():
             if len(points) > 1:
                 points = sorted(points, key=lambda record: record["batch"])
                 lined.plot([p["batch"] for p in points], [p["us"] for p in points], marker="o", ms=3, label=name)
         lined.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs a layer and step", title=geometry)
         lined.grid(alpha=0.3)
-        if lined.lines:
-            lined.legend(fontsize="small")
+        if lined.lines:  # below, since lines fill the panel
+            lined.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.12))
         lined.set_visible(bool(lined.lines))
         bars = dict(sorted(single[geometry].items(), reverse=True))
         barred.barh(range(len(bars)), bars.values())
