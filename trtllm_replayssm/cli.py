@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
             type=window,
             default="auto",
             metavar="N",
-            help="tokens between state writes; default: what moves the fewest bytes",
+            help="tokens between state writes; default: what costs least",
         )
         command.add_argument("--device", help="cpu, cuda, cuda:1 …; default: a GPU if there is one that can be used")
         command.add_argument("--dtype", choices=tuple(MARGIN), help="default: the checkpoint's; float32 on the CPU")

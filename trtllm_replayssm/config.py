@@ -17,7 +17,7 @@ class ReplayConfig:
 
     Args:
         window: L, most records that a slot holds between steps (1..64). "auto": of 8, 16, 24 and 32 the one whose
-            steps move the fewest bytes (see `window.py`), which takes a geometry to tell: a pool's `config.window`, and
+            steps cost least (see `window.py`), which takes a geometry to tell: a pool's `config.window`, and
             a SlotLayout's, is the number.
         max_step_tokens: T_max, most tokens that a step brings a row (1..min(L, 16)): 1 for standard decoding,
             1 + drafts for speculative verification.

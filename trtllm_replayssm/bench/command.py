@@ -97,7 +97,7 @@ def add_commands(commands) -> None:
         command.add_argument(
             "--batches", type=int, nargs="+", default=batches, metavar="N", help=f"sequences; default: {shown}"
         )
-        command.add_argument("--window", type=int, metavar="L", help="default: what moves the fewest bytes")
+        command.add_argument("--window", type=int, metavar="L", help="default: what costs least")
         command.add_argument(
             "--format", default="fp32:none", metavar="CHECKPOINT:READ_COPY", help="of mode replay; default: %(default)s"
         )

@@ -146,7 +146,7 @@ class Subject:
     def replay_config(
         self, window: int | None, step_tokens: int, checkpoint: str = "fp32", read_copy: str = "none"
     ) -> ReplayConfig:
-        """With a number for the window; None: the one that moves the fewest bytes."""
+        """With a number for the window; None: the one that costs least."""
         activation = next(name for name, dtype in ACTIVATIONS.items() if dtype == self.dtype)
         config = ReplayConfig(window or "auto", step_tokens, checkpoint, read_copy, activation)
         return SlotLayout(self.config.geometry, config).config

@@ -419,7 +419,7 @@ class Engine(Serving):
         context: most tokens of a sequence, prompt and generated together; None: the model's max_position_embeddings, at
             most 4096. The KV cache reserves it for every slot.
         prefill_chunk: most prompt tokens of one forward pass.
-        window: ReplaySSM's window, tokens between two writes of the state; "auto": what moves the fewest bytes
+        window: ReplaySSM's window, tokens between two writes of the state; "auto": what costs least
             (ReplayConfig).
         checkpoint_format, read_copy: how ReplaySSM stores the state, ReplayConfig's `checkpoint` and `read_copy`. Mode
             "conventional" keeps fp32 states whatever they are.
