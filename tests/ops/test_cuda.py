@@ -253,29 +253,32 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(
-    "op, tokens, checkpoint, read_copy, heads",
+    "op, tokens, checkpoint, read_copy, activation, heads",
     [
-        (ops.step, 1, "fp32", "none", 64),
-        (ops.step, 2, "fp32", "none", 64),
-        (ops.step, 1, "fp16_sr", "none", 64),
-        (ops.step, 1, "fp16_sr", "none", 160),
-        (ops.step, 1, "fp16_sr", "nvfp4", 64),
-        (ops.step, 1, "fp16_sr", "nvfp4", 320),
-        (ops.step, 1, "fp16_sr", "nvfp4", 1400),
-        (ops.step, 2, "fp16_sr", "none", 320),
-        (ops.step, 2, "fp16_sr", "nvfp4", 64),
-        (flush_then_step, 1, "fp32", "none", 64),
-        (flush_then_step, 1, "fp16_sr", "nvfp4", 64),
-        (ops.conventional_step, 1, "fp32", "none", 64),
+        (ops.step, 1, "fp32", "none", "bf16", 64),
+        (ops.step, 2, "fp32", "none", "bf16", 64),
+        (ops.step, 1, "fp16_sr", "none", "bf16", 64),
+        (ops.step, 1, "fp16_sr", "none", "bf16", 160),
+        (ops.step, 1, "fp16_sr", "nvfp4", "bf16", 64),
+        (ops.step, 1, "fp16_sr", "nvfp4", "bf16", 320),
+        (ops.step, 1, "fp16_sr", "nvfp4", "bf16", 1400),
+        (ops.step, 1, "fp16_sr", "nvfp4_amax", "fp16", 256),
+        (ops.step, 2, "fp16_sr", "none", "bf16", 320),
+        (ops.step, 2, "fp16_sr", "nvfp4", "bf16", 64),
+        (flush_then_step, 1, "fp32", "none", "bf16", 64),
+        (flush_then_step, 1, "fp16_sr", "nvfp4", "bf16", 64),
+        (ops.conventional_step, 1, "fp32", "none", "bf16", 64),
     ],
 )
-def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, heads, layers, rows):
+def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_copy, activation, heads, layers, rows):
     """In a graph a step begins while the plan before it is made, or while the step that wrote its states is just over:
     rows change their slots, histories and flushes from step to step. The same bits as of steps that wait.
     """
     geometry, slots = MambaGeometry(heads, 64, 4, 128), 3
-    config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
-    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
+    formats = {"checkpoint": checkpoint, "read_copy": read_copy, "activation": activation}
+    config = ReplayConfig(window=8, max_step_tokens=2, **formats)
+    dtype = torch.float16 if activation == "fp16" else torch.bfloat16
+    weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, dtype, rows * tokens, CUDA)
     orders = [
         torch.tensor(order, dtype=torch.int32, device=CUDA) for order in itertools.permutations(range(slots), rows)
     ]
@@ -285,7 +288,7 @@ def test_steps_that_load_before_the_plan_is_made(op, tokens, checkpoint, read_co
         pool = StatePool(geometry, config, slots, layers, CUDA)
         pool.reset(range(slots))
         plan = Plan(pool, rows)
-        outputs = torch.zeros(len(orders), layers, rows * tokens, heads, 64, dtype=torch.bfloat16, device=CUDA)
+        outputs = torch.zeros(len(orders), layers, rows * tokens, heads, 64, dtype=dtype, device=CUDA)
 
         def cycle(number, pool=pool, plan=plan, outputs=outputs, captured=captured):
             pool.plan(orders[number], tokens, out=plan)

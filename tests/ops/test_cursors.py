@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixer import SMALL, Weights, random_tokens, row_order
+from mixer import SMALL, SUPER_TP8, Weights, random_tokens, row_order
 
 from trtllm_replayssm import ReplayConfig, StatePool, ops
 
@@ -446,6 +446,26 @@ def test_tokens_beyond_the_tensors(device):
     with row_error(pool, "row 1: its tokens end at 4, expected at most the 3 tokens"):
         ops.step(pool, 0, plan, *tokens, *weights)
     assert torch.equal(pool.data[0, 1], before)
+
+
+@pytest.mark.parametrize("checkpoint, read_copy", [("fp32", "none"), ("fp16_sr", "none"), ("fp16_sr", "nvfp4")])
+def test_tokens_of_a_row_that_flushes_alone_beyond_the_tensors(device, checkpoint, read_copy):
+    """Such a row is reported, too, where all CTAs of a launch fold."""
+    config = ReplayConfig(window=WINDOW, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
+    pool, weights = StatePool(SUPER_TP8, config, 1, 1, device), Weights.random(SUPER_TP8, device)
+    pool.reset([0])
+    tokens = random_tokens(SUPER_TP8, torch.bfloat16, 2, device)
+    for _ in range(WINDOW // 2):
+        plan = pool.plan([0], 2)
+        ops.step(pool, 0, plan, *tokens, *weights)
+        pool.commit(plan)
+    plan = pool.plan([0], int32([2], device))
+    if device.type == "cpu":
+        plan.begin(None)  # as on a device
+    before = pool.data.clone()
+    with row_error(pool, "row 0: its tokens end at 2, expected at most the 1 tokens"):
+        ops.step(pool, 0, plan, *tokens.span(0, 1), *weights)
+    assert torch.equal(pool.data, before)
 
 
 def test_abandoned_flush_needs_a_reset(device):

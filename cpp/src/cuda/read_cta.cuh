@@ -54,8 +54,8 @@ struct ReadShared {
   int terms;                  // of each head: exp(f_s) of each token, u [tokens][tokens]
   int scaled;  // of each warp: column scales, of rows of one token times C. CTAs that don't fold have this and
                // terms in the place of B and C, of which nothing is needed then
-  // Of each team; plain checkpoints: state of each warp, kSlots slices or, in CTAs that fold, none, and x of two heads
-  // one after the other.
+  // Of each team; plain checkpoints: state of each warp, kSlots slices or, in CTAs that fold, none, and in narrow ones
+  // of these x of two heads one after the other.
   int x, state;
   // Of CTAs that fold, until they read: the checkpoint; x, before which lie zeros; for the maxima of columns [8][N] of
   // each warp, which takes the place of the checkpoint that it has in registers, if it has all its rows there; what
@@ -439,7 +439,7 @@ struct ReadCta {
   // Whether the row, which is known, gives the CTA work.
   __device__ bool consider(bool reports) {
     if (!admit(row, row_index, args.num_tokens, args.max_count, problem.config.window, false, params.scan.error,
-               reports && !kFolds && group == 0 && group_head == 0 && tid == 0) ||
+               reports && (!kFolds || kKeeps) && group == 0 && group_head == 0 && tid == 0) ||
         row.count == 0) {
       return false;
     }
@@ -1250,7 +1250,7 @@ struct ReadCta {
         if (kKeeps && slice == first_slice && !ask()) return false;
         if (!kKeeps) await_folded_read();
         if (!kKeeps && together && heads > 1) {
-          synchronise();  // two warps may have read, or sent, what either stores in its place
+          synchronise();  // all have read the checkpoint and x that the next head's replace
           if (k + 1 < heads) request_fold(head + 1);
         }
         if (stores) {

@@ -117,7 +117,7 @@ struct MmaParams {
   // If jobs are claimed:
   const replayssm_plan_header* header;
   int32_t* claims;  // how many jobs CTAs have claimed beside their first
-  int halved_jobs;  // the last
+  int halved_jobs;  // the last, at most so many
   int half_heads;   // of a job's first half
   // If not:
   int jobs_each, more_jobs;  // jobs of each CTA, CTAs with one more; spares them a division

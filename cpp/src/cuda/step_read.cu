@@ -201,9 +201,10 @@ __global__ __launch_bounds__(2 * kThreads,
   Step step(params, shared);
   bool folds = __syncthreads_or(has_task && step.find(task));
   if (!folds) {
-    if (has_task && step.run()) return;
+    if (has_task && step.run()) return;  // then the row doesn't flush, and the other half does not either
     await_previous();
     folds = FlushingRows::of<true>(params).count > 0;
+    if (folds) __syncthreads();  // the other half may still await what it has requested, where a fold puts other things
   }
   if (folds && fold_one_by_one<ReadCta<Format, Staged, true, kSingle, true>>(params, shared, blockIdx.x)) return;
   if (!has_task) return;
@@ -286,11 +287,14 @@ int enough_folds(const replayssm_config& config, int64_t row_heads, int flush_ct
 // Steps load early where a multiprocessor needs no more than a CTA of them, beside one of the kernel before: two halves
 // with a head for each warp at most.
 int most_early_heads() { return 2 * kWarps * multiprocessors(); }
-// A head has more than one warp where CTAs that step would be fewer, and a CTA more heads than it has warps as long as
-// that leaves so many. Of the halves of wide ones that read a copy for one token fewer do: all shall find room beside
-// CTAs that fold, if that takes no more than eight heads of each.
+// A head has more than one warp where CTAs that step would be fewer than enough, and a CTA more heads than it has warps
+// as long as that leaves so many. Of the halves of wide ones that read a copy for one token fewer do: all shall find
+// room beside CTAs that fold, if that takes no more than eight heads of each.
+constexpr int64_t kEnoughCtas = 512;
 int64_t enough_ctas(bool wide_copies, int64_t row_heads) {
-  return !wide_copies || row_heads <= most_early_heads() ? 512 : row_heads <= 16 * multiprocessors() ? 192 : 448;
+  return !wide_copies || row_heads <= most_early_heads() ? kEnoughCtas
+         : row_heads <= 16 * multiprocessors()           ? 192
+                                                         : 448;
 }
 bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
@@ -371,17 +375,20 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
   };
   const bool single = scan.args.max_count == 1;
   const bool may_be_wide = folds && row_heads < few_heads(problem.config, rows, single) && can_be_wide(problem.config);
-  const int64_t enough = enough_ctas(may_be_wide && single && !is_plain(problem.config), row_heads);
-  for (int bits = 0; bits <= kWarpBits; ++bits) {
-    share(kWarps >> bits, bits);
-    if (params.stepping.bytes <= kSharedLimit && ctas >= enough && params.cta_heads <= params.heads_per_group) {
-      break;
+  auto share_among = [&](int64_t enough) {
+    for (int bits = 0; bits <= kWarpBits; ++bits) {
+      share(kWarps >> bits, bits);
+      if (params.stepping.bytes <= kSharedLimit && ctas >= enough && params.cta_heads <= params.heads_per_group) {
+        break;
+      }
     }
-  }
-  while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && 2 * params.cta_heads <= kMaxCtaHeads &&
-         ctas >= 2 * enough && bytes(2 * params.cta_heads) <= limit) {
-    share(2 * params.cta_heads, 0);
-  }
+    while (params.team_bits == 0 && params.cta_heads < params.heads_per_group && 2 * params.cta_heads <= kMaxCtaHeads &&
+           ctas >= 2 * enough && bytes(2 * params.cta_heads) <= limit) {
+      share(2 * params.cta_heads, 0);
+    }
+  };
+  share_among(enough_ctas(may_be_wide && single && !is_plain(problem.config), row_heads));
+  if (may_be_wide && 2 * params.stepping.bytes > kSharedLimit) share_among(kEnoughCtas);  // two halves shall have room
   params.folding = lay_out(problem, false, scan.args.max_count, 1, 1, folds);
   const int most_fold_bits = is_plain(problem.config) ? kPlainFoldBits : kWarpBits;
   while (folds && params.fold_bits < most_fold_bits && 1 << params.fold_bits < params.heads_per_group) {
