@@ -86,7 +86,7 @@ def test_where_steps_find_their_tokens(device, monkeypatch, recorded, mode):
 def test_formats_of_the_state(device, checkpoint_format, read_copy):
     """What moves is counted in the formats' bytes, a rehearsal agrees, and a pre-empted text continues bit for bit."""
     options = dict(checkpoint_format=checkpoint_format, read_copy=read_copy, speculation="ngram", draft_tokens=2)
-    options |= dict(device=device, dtype="float32", max_batch=2, deterministic=True)
+    options |= dict(device=device, dtype="float32", max_batch=2, deterministic=True, window=16)
     params = SamplingParams(max_tokens=TOKENS, stop_tokens=())
     engine = Engine(TINY, **options)
     texts = engine.generate(PROMPTS[:2], params)

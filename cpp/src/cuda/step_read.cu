@@ -374,7 +374,9 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     ctas = static_cast<int64_t>(rows) * g.num_groups * chunks;
   };
   const bool single = scan.args.max_count == 1;
-  const bool may_be_wide = folds && row_heads < few_heads(problem.config, rows, single) && can_be_wide(problem.config);
+  const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
+  const bool may_be_wide = folds && row_heads < few_heads(problem.config, rows, single) &&
+                           can_be_wide(problem.config) && wide_folding.bytes <= kSharedLimit;
   auto share_among = [&](int64_t enough) {
     for (int bits = 0; bits <= kWarpBits; ++bits) {
       share(kWarps >> bits, bits);
@@ -404,8 +406,7 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     const ReadShared keeping = lay_out(problem, false, scan.args.max_count, heads, heads, true, true);
     if (keeping.bytes <= std::max(kManyFoldedShared, params.stepping.bytes)) params.folding = keeping;
   }
-  const ReadShared wide_folding = lay_out(problem, true, scan.args.max_count, 1, 1, folds);
-  const bool wide = may_be_wide && wide_folding.bytes <= kSharedLimit && 2 * params.stepping.bytes <= kSharedLimit;
+  const bool wide = may_be_wide && 2 * params.stepping.bytes <= kSharedLimit;
   bool early = wide && problem.config.window <= kEarlyWindow && scan.x_aligned && scan.b_aligned && scan.c_aligned &&
                row_heads <= most_early_heads();
   if (early) {
