@@ -9,7 +9,8 @@
 // of x and B, and deltas), the history is weighed, and a row that flushes folded, if only in shared memory; the new
 // tokens' addresses are at hand. All that goes by the plan's row as it reads then. The row is read again together with
 // the new tokens, and A_log with it, which the weights are made of. Should either differ, all is done anew. CTAs that
-// begin when others have ended wait first and request everything at once.
+// begin when others have ended wait first and request everything at once, in the order in which it is needed: the
+// state, C and, while the product of both is formed, the records of x.
 #include <algorithm>
 
 #include "slice.cuh"
@@ -25,7 +26,7 @@ constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
 constexpr int kEarlyPerSm = 3;
 // A batch is small if all heads find room at once or, where an SM has room for kEnoughPerSm of them, up to so many
 // slices an SM; of smaller heads than were measured no more heads than of those, which have four slices.
-constexpr int kEnoughPerSm = 3, kMostSlicesPerSm = 188;
+constexpr int kEnoughPerSm = 3, kMostSlicesPerSm = 252;
 
 // The shared memory of a CTA, behind the barriers of the slices; offsets in bytes. Records of B and x are the new
 // tokens, then the history, newest first.
@@ -100,16 +101,14 @@ __device__ inline void compute_now(T*& pointer) {
   asm volatile("" : "+l"(pointer)::"memory");
 }
 
-// 2 or 4 bytes, past the L1; 0 of no place.
+// 2 or 4 bytes, past the L1; 0 of no place. Into a register each: else the second load would wait for the first.
 __device__ inline uint32_t peek_bits(const char* place, bool is_half) {
-  uint32_t word = 0;
+  uint32_t word = 0, half = 0;
   if (place && !is_half) word = peek(*reinterpret_cast<const int32_t*>(place));
   if (place && is_half) {
-    uint16_t bits;
-    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(bits) : "l"(place) : "memory");
-    word = bits;
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=r"(half) : "l"(place) : "memory");
   }
-  return word;
+  return word | half;
 }
 
 template <typename Staged, bool kOneToken>
@@ -140,7 +139,6 @@ class HeadStep {
       if (!is_live()) return;
       requests = true;
     }
-    uint32_t phase = 0;
     Loaded loaded{};
     bool finite;  // what the lane has folded
 #pragma unroll 1
@@ -148,12 +146,14 @@ class HeadStep {
       finite = true;
       if (requests) {
         const float delta = request_history();
-        if (!early) loaded = request_tokens(find_token(), find_word(true));
+        if (!early) loaded = request_tokens(find_token(), warp_ > slices_ ? find_word(true) : nullptr);
+        request_old_x();
         if (warp_ > slices_) weigh(delta);
         if (folds()) {
           await_requests();
           __syncthreads();
-          if (warp_ < slices_) finite = fold(phase);
+          if (warp_ < slices_) finite = fold(), loaded = {};  // which the last warp needs: a register less in the fold
+          if (std::is_same_v<Staged, __half>) take_row();     // so that the fold, which needs more, has these as well
         }
       }
       if (!early) break;
@@ -170,9 +170,10 @@ class HeadStep {
       if (requests && __all_sync(~0u, same)) break;
       await_requests();
       if (requests && warp_ < slices_) {
-        await(full(), phase);
+        await(full(), 0);
+        __syncwarp();
+        if (lane_ == 0) end_barrier(full()), init_barrier(full(), 1);
         finish_stores_before_blocks();  // of a fold that was for nothing
-        phase = 1;
       }
       __syncthreads();
       if (warp_ == 0 && lane_ <= kRowWords) row_.word[lane_] = loaded.word;
@@ -183,7 +184,7 @@ class HeadStep {
     }
     if constexpr (kOneToken) {
       if (warp_ < slices_) {
-        compute(phase, finite);
+        compute(finite);
       } else if (warp_ == slices_) {
         multiply_records_by_token();
       } else {
@@ -193,7 +194,7 @@ class HeadStep {
       await_requests();
       __syncthreads();
       if (warp_ < slices_) {
-        compute_tokens(phase, finite);
+        compute_tokens(finite);
       } else if (warp_ == slices_) {
         multiply_records_by_tokens();
       } else {
@@ -309,18 +310,12 @@ class HeadStep {
     if (warp_ < slices_) {
       const bool stored = stored_before();
       if (stored) State{slice(), lane_}.request(checkpoint(), full());
-      const Staged* const ring = x_ring() + lane_ % 2 * 8;
-      Staged* const x = slice_x() + tokens() * kSliceWidth + lane_ % 2 * 8;
-#pragma unroll 1
-      for (int i = lane_ / 2; i < padded; i += 16) {
-        request_16_bytes(x + i * kSliceWidth, ring + (i < h ? old_row(i) : 0) * x_stride(), i < h);
-      }
       if (elect_lane()) arrive_expecting(full(), stored ? kSliceWidth * State::kRowBytes : 0);
     }
     if (warp_ == slices_) {
       const Staged* const ring = b_ring() + lane_ % 16 * 8;
       Staged* const B = staged(layout_.b) + tokens() * kStride + lane_ % 16 * 8;
-#pragma unroll 4
+#pragma unroll 1
       for (int i = lane_ / 16; i < padded; i += 2) {
         request_16_bytes(B + i * kStride, ring + (i < h ? old_row(i) : 0) * N, i < h);
       }
@@ -330,6 +325,18 @@ class HeadStep {
       return __int_as_float(peek(ring[old_row(lane_) * params_.heads_per_group]));
     }
     return 0.0f;
+  }
+
+  // And a slice's x.
+  __device__ void request_old_x() const {
+    if (warp_ >= slices_) return;
+    const int h = records(), padded = round_up(h, 8);
+    const Staged* const ring = x_ring() + lane_ % 2 * 8;
+    Staged* const x = slice_x() + tokens() * kSliceWidth + lane_ % 2 * 8;
+#pragma unroll 1
+    for (int i = lane_ / 2; i < padded; i += 16) {
+      request_16_bytes(x + i * kSliceWidth, ring + (i < h ? old_row(i) : 0) * x_stride(), i < h);
+    }
   }
 
   // The weights of the history; own_delta: of the lane's record.
@@ -359,6 +366,7 @@ class HeadStep {
                            : warp_ == slices_ ? reinterpret_cast<char*>(staged(layout_.b))
                                               : reinterpret_cast<char*>(slice_x());
       if (token) request_16_bytes(target + lane_ % 16 * 16, token);
+      close_group();
     } else {
       const int T = tokens(), part = lane_ % 16 * 8;
 #pragma unroll 1
@@ -401,10 +409,11 @@ class HeadStep {
     const int g = lane_ / 4, t = lane_ % 4, history = folds() ? 0 : records(), padded = round_up(history, 8);
     const Staged* const B = staged(layout_.b);
     float* const product = floats(layout_.product);
+    if (lane_ == 0 && history < padded) product[padded - 1] = 0.0f;  // the rest comes with the records
     await_requests();
     __syncwarp();
 #pragma unroll 1
-    for (int first = 0; first < 1 + padded; first += 16) {
+    for (int first = 0; first <= history; first += 16) {
       float sum[2][4] = {};
       multiply_records(B, first, 1 + history, token(), 0, 1, g, t, sum);
 #pragma unroll
@@ -472,10 +481,10 @@ class HeadStep {
   }
 
   // Folds the history into a slice, in shared memory. Returns whether the lane's part is finite.
-  __device__ bool fold(uint32_t phase) const {
+  __device__ bool fold() const {
     const State state{slice(), lane_};
     const Staged* const x = slice_x() + tokens() * kSliceWidth + State::first_row(lane_);
-    await(full(), phase);
+    await(full(), 0);
     if (!stored_before()) state.clear();
     const bool finite = state.fold(owner(), warp_ * kSliceWidth, x, staged(layout_.b) + tokens() * kStride,
                                    floats(layout_.weight), row_.decay, records(), params_.tf32_mask);
@@ -488,7 +497,7 @@ class HeadStep {
   }
 
   // A slice's outputs.
-  __device__ void compute(uint32_t phase, bool finite_fold) const {
+  __device__ void compute(bool finite_fold) const {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
     const int t = lane_ % 4, own_row = State::first_row(lane_), h = records();
@@ -496,20 +505,27 @@ class HeadStep {
     const State state{slice(), lane_};
     const Staged* const x = slice_x() + own_row;
     float y[4] = {};
-    await(full(), phase);
+    Staged* out = static_cast<Staged*>(args.out.data) + static_cast<int64_t>(first_token_) * args.out.stride[0] +
+                  head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row;
+    compute_now(out);
+    close_group();  // of what was requested behind C
+    await(full(), 0);
     if (fold) {
       if (!finite_fold) owner().report_not_finite();
       state.store(checkpoint());
     }
-    await_requests();
+    await_groups<1>();  // C is there
     __syncwarp();
     if (fold || stored_before()) state.multiply(token(), params_.tf32_mask, y);
+    await_requests();
     if (scan.append && lane_ >= 16 && lane_ < 18) {
       const int part = lane_ % 16 * 8;
       *reinterpret_cast<uint4*>(x_ring() + ring_row_ * x_stride() + part) =
           *reinterpret_cast<const uint4*>(slice_x() + part);
     }
     __syncthreads();  // the weights are there
+    const float since = row_.token_decay, u = fmaf(row_.step, row_.own, row_.skip);
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(x);
     if (!fold) {
       const float decay = row_.decay;
 #pragma unroll
@@ -525,24 +541,20 @@ class HeadStep {
                   weight[2] = {weights[i] * product[i], weights[i + 4] * product[i + 4]};
       add_weighed(y, values, weight, params_.tf32_mask);
     }
-    const float since = row_.token_decay, u = fmaf(row_.step, row_.own, row_.skip);
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] *= since;
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(x);
     const bool finite = is_finite<Staged>(word), own = t == 0;
     const float2 pair = unpack_pair<Staged>(word);
     const float values[4] = {own && finite ? pair.x : 0.0f, own && finite ? pair.y : 0.0f, 0.0f, 0.0f};
     const float weight[2] = {own ? u : 0.0f, 0.0f};
     add_weighed(y, values, weight, params_.tf32_mask);
     if (!finite) y[0] = fmaf(u, pair.x, y[0]), y[2] = fmaf(u, pair.y, y[2]);
-    store_outputs(static_cast<Staged*>(args.out.data) + static_cast<int64_t>(first_token_) * args.out.stride[0] +
-                      head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row,
-                  2 * t, y);
+    store_outputs(out, 2 * t, y);
     if (fold) state.await_stored();
   }
 
   // A slice's outputs of several tokens.
-  __device__ void compute_tokens(uint32_t phase, bool finite_fold) const {
+  __device__ void compute_tokens(bool finite_fold) const {
     const ScanParams& scan = params_.scan;
     const replayssm_scan_args& args = scan.args;
     const int T = tokens(), g = lane_ / 4, t = lane_ % 4, own_row = State::first_row(lane_);
@@ -559,7 +571,7 @@ class HeadStep {
                                  params_.tf32_mask};
     Staged* const out = static_cast<Staged*>(args.out.data) + static_cast<int64_t>(first_token_) * args.out.stride[0] +
                         head_ * args.out.stride[1] + warp_ * kSliceWidth + own_row;
-    await(full(), phase);
+    await(full(), 0);
     if (fold) {
       if (!finite_fold) owner().report_not_finite();
       state.store(checkpoint());
