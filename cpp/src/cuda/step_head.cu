@@ -25,8 +25,9 @@ constexpr int kRowWords = sizeof(replayssm_plan_row) / 4;
 // CTAs an SM that begin before the kernel before has ended.
 constexpr int kEarlyPerSm = 3;
 // A batch is small if all heads find room at once or, where an SM has room for kEnoughPerSm of them, up to so many
-// slices an SM; of smaller heads than were measured no more heads than of those, which have four slices.
-constexpr int kEnoughPerSm = 3, kMostSlicesPerSm = 252;
+// slices an SM, of several tokens fewer; of smaller heads than were measured no more heads than of those, which have
+// four slices.
+constexpr int kEnoughPerSm = 3, kMostSlicesPerSm = 252, kMostSlicesOfSeveral = 188;
 
 // The shared memory of a CTA, behind the barriers of the slices; offsets in bytes. Records of B and x are the new
 // tokens, then the history, newest first.
@@ -642,7 +643,8 @@ bool has_step_head(const ScanParams& params, int32_t rows) {
   const int of_sm = attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedLimit);
   const int per_sm = of_sm / (layout.bytes + 1024);  // a CTA takes 1 KB more
   const int slices = problem.geometry.head_dim / kSliceWidth;
-  const int most = std::max(per_sm, per_sm < kEnoughPerSm ? 0 : kMostSlicesPerSm / std::max(slices, 4));
+  const int most_slices = params.args.max_count == 1 ? kMostSlicesPerSm : kMostSlicesOfSeveral;
+  const int most = std::max(per_sm, per_sm < kEnoughPerSm ? 0 : most_slices / std::max(slices, 4));
   return problem.config.checkpoint == REPLAYSSM_CHECKPOINT_FP32 && problem.config.window <= kMaxHistory && heads >= 2 &&
          heads < 1024 && params.x_aligned && params.b_aligned && params.c_aligned && layout.bytes <= kSharedLimit &&
          static_cast<int64_t>(rows) * heads <= most * sms;
