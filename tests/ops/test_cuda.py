@@ -350,10 +350,15 @@ def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy, c
         assert same_bits(outputs, results[0][0]) and same_bits(data, results[0][1])
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
-    "tokens, checkpoint, read_copy",
-    [(1, "fp32", "none"), (2, "fp32", "none"), (1, "fp16", "none"), (1, "fp32", "nvfp4")],
+    "tokens, checkpoint, read_copy, rows",
+    [
+        *itertools.product([1, 2], ["fp32"], ["none"], [1, 4]),
+        *itertools.product([1], ["fp16"], ["none"], [1, 4]),
+        *itertools.product([1], ["fp32"], ["nvfp4"], [1, 4, 80]),
+        (2, "fp16_sr", "nvfp4", 80),
+        (1, "fp16_sr", "nvfp4_amax", 300),
+    ],
 )
 def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy, rows):
     """Its rows name other slots, histories and flags, in range or not; slots are reset and a plan is abandoned."""

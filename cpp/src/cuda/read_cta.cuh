@@ -151,6 +151,8 @@ struct ReadParams {
   int enough_folds;                          // tasks of CTAs that fold, of which more have more heads each
   int flush_spacing;                         // of so many CTAs one folds, as a power of two
   int step_ctas, step_tasks;                 // CTAs that step; a task for each, or for either half
+  int halved_tasks;                          // of so many of the first tasks the heads are half of those of others
+  int early_ctas;                            // so many of the first step before the kernel before has ended
   int fold_bits;                             // of the most heads that a CTA folds, as a power of two
   int heads_per_group, slices;               // slices a head
   int x_ring_stride;                         // bytes from record to record of a head
@@ -201,6 +203,31 @@ __device__ inline float load_early(const float* source) {
   float value;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
   return value;
+}
+
+// A row of a plan that may not be there yet, of what steps need: past the L1, and the same for all lanes of a warp.
+// meanwhile(): what can be done while it is on its way.
+template <typename F>
+__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned, F&& meanwhile) {
+  replayssm_plan_row row = {};
+  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, count) == 32);
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(row.slot), "=r"(row.first_token)
+               : "l"(&planned.slot)
+               : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(row.count), "=r"(row.history), "=r"(row.flags), "=r"(row.ring_row)
+               : "l"(&planned.count)
+               : "memory");
+  meanwhile();
+  for (int32_t* field : {&row.slot, &row.first_token, &row.count, &row.history, &row.flags, &row.ring_row}) {
+    *field = __shfl_sync(~0u, *field, 0);
+  }
+  return row;
+}
+
+__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
+  return peek_row(planned, [] {});
 }
 
 // The rows of a step that flush. Of few rows they are told by looking at all of them at once, which takes one access to
@@ -426,14 +453,31 @@ struct ReadCta {
     row = params.scan.planned[row_index];
     return consider(true);
   }
+  // The same of a CTA that steps and has found its task, before await_previous().
+  __device__ bool peek_step() {
+    row = peek_row(params.scan.planned[row_index]);
+    return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
+           row.ring_row >= 0 && row.ring_row < problem.ring_rows &&
+           row.history + static_cast<int64_t>(row.count) <= problem.config.window && consider(false);
+  }
 
   // Which heads are the task-th part of all.
   __device__ void find(uint32_t task) {
-    row_index = params.ctas(task);
-    const uint32_t rest = task - row_index * params.ctas.divisor;
+    const bool halved = task < params.halved_tasks;
+    const uint32_t whole = halved ? task / 2 : task - params.halved_tasks / 2;
+    row_index = params.ctas(whole);
+    const uint32_t rest = whole - row_index * params.ctas.divisor;
     group = params.chunks(rest);
     group_head = (rest - group * params.chunks.divisor) * params.cta_heads;
     heads = min(params.cta_heads, params.heads_per_group - group_head);
+    if (halved) {
+      const int first = min(params.cta_heads / 2, heads);
+      if (task % 2 > 0) {
+        group_head += first, heads -= first;
+      } else {
+        heads = first;
+      }
+    }
   }
 
   // Whether the row, which is known, gives the CTA work.
@@ -471,6 +515,12 @@ struct ReadCta {
     return row.slot < params.scan.num_slots && row.first_token >= 0 && row.count > 0 && row.history > 0 &&
            row.ring_row >= 0 && row.ring_row < problem.ring_rows && row.flags & REPLAYSSM_ROW_FLUSH && consider(false);
   }
+  // Whether the row that is known has these fields from its slot, and from its count on.
+  __device__ bool is_row(const uint2& named, const uint4& rest) const {
+    const auto is = [](int32_t field, uint32_t read) { return field == static_cast<int32_t>(read); };
+    return is(row.slot, named.x) && is(row.first_token, named.y) && is(row.count, rest.x) && is(row.history, rest.y) &&
+           is(row.flags, rest.z) && is(row.ring_row, rest.w);
+  }
   // Whether a row is the same.
   __device__ bool is_same(const replayssm_plan_row& other) const {
     return other.slot == row.slot && other.first_token == row.first_token && other.count == row.count &&
@@ -484,8 +534,7 @@ struct ReadCta {
   __device__ int turned(int warps) const { return kKeeps ? (tid + 32 * warps) % kThreads : tid; }
 
   // Of B, what comes from the ring from the first-th staged record on: one run of it or two.
-  __device__ void request_b(int first_record = 0) const {
-    const int count = from_ring();
+  __device__ void request_b(int first_record, int count) const {
     Staged* const B = staged(layout.b);
     if constexpr (kBlocksOfB) {
       if (warp == kWarps - 1 && elect_lane()) {
@@ -507,18 +556,21 @@ struct ReadCta {
   }
 
   // B of the history and of the tokens, C, and the step sizes of all heads.
-  __device__ void request_group() const {
-    request_b();
-    request_tokens_of_group();
+  __device__ void request_group(bool early = false) const {
+    request_b(0, early ? history : from_ring());
+    if (!early) request_tokens_of_group();
     if (!kKeeps) request_delta();  // else it is there
   }
-  // C, and B of tokens that come as tensors.
-  __device__ void request_tokens_of_group() const {
+  // C, and B of tokens that come as tensors or are not there yet.
+  __device__ void request_tokens_of_group(bool early = false) const {
     const int part_column = tid % kRowParts * 8;
     const int64_t first_token = row.first_token;
 #pragma unroll 1
     for (int s = turned(1) / kRowParts; s < T; s += kRowsAtOnce) {
-      if (params.scan.append) {
+      if (early && !params.scan.append) {
+        request_16_bytes(new_b() + s * N + part_column,
+                         b_ring() + ring_position(row.ring_row, s, problem.ring_rows) * N + part_column);
+      } else if (params.scan.append) {
         request_input(new_b() + s * N + part_column,
                       static_cast<const Staged*>(args.B.data) + (first_token + s) * args.B.stride[0] +
                           group * args.B.stride[1] + part_column,
@@ -671,25 +723,30 @@ struct ReadCta {
   __device__ int after(uint32_t loaded, int bytes) const { return bytes + (loaded & params.nothing); }
 
   // What the team's head takes: its state and x.
-  __device__ void request_head(const Head& head, const Places& places, uint32_t loaded = 0) const {
+  __device__ void request_head(const Head& head, const Places& places, uint32_t loaded = 0, bool early = false) const {
     // Else it is zero, there, or comes slice by slice.
     if (!kPlain && has_state() && !keeps_copies()) request_state(head.state, loaded);
-    if (!kKeeps) request_x(head, places);  // else x is there
+    if (kKeeps) return;  // x is there
+    if (early) {
+      request_x(head, places, 0, history);
+    } else {
+      request_x(head, places);
+    }
   }
-  // The lane's records of x, of the first `count`.
-  __device__ void request_x(const Head& head, const Places& places, int count) const {
+  // The lane's records of x, from the first-th on.
+  __device__ void request_x(const Head& head, const Places& places, int first, int end) const {
     Staged* target = staged(places.x);
     uint32_t from = places.ring;
 #pragma unroll 1
-    for (int i = x_row; i < count; i += x_rows) {
-      request_16_bytes(target, beyond(head.ring, from));
+    for (int i = x_row; i < end; i += x_rows) {
+      if (i >= first) request_16_bytes(target, beyond(head.ring, from));
       target += x_rows * layout.x_stride;
       from = wrapped(from + x_rows * params.x_ring_stride);
     }
   }
-  // x of all records.
-  __device__ void request_x(const Head& head, const Places& places) const {
-    request_x(head, places, from_ring());
+  // x of all records, or of the tokens.
+  __device__ void request_x(const Head& head, const Places& places, int first = 0) const {
+    request_x(head, places, first, from_ring());
     if (!params.scan.append) return;
     Staged* target = staged(places.new_x);
     const Staged* source = head.new_x;
@@ -1880,14 +1937,14 @@ struct ReadCta {
   }
 
   // What precedes a group's heads.
-  __device__ __forceinline__ void begin() const {
+  __device__ __forceinline__ void begin(bool early = false) const {
     if (!kFolds && !kPlain && !stored_before) {
       for (int i = tid * 16; i < kWarps * layout.state_bytes >> team_bits; i += kThreads * 16) {
         *reinterpret_cast<uint4*>(shared + layout.state + i) = make_uint4(0, 0, 0, 0);
       }
     }
     if constexpr (kFolds) request_fold(head_of(0));
-    request_group();
+    request_group(early);
     close_group();
   }
 
@@ -1985,9 +2042,28 @@ struct ReadCta {
     return true;
   }
 
+  // Of a CTA that steps: takes back what set_up() has made, and waits for what has been begun.
+  __device__ __forceinline__ void undo(bool begun) const {
+#if __CUDA_ARCH__ >= 900
+    if (begun && member == 0 && team < heads && has_state()) await(barrier(), 0);
+    if (begun && kBlocksOfB && warp == kWarps - 1) await(fold_barrier(), 0);
+#endif
+    synchronise();
+    if (member == 0 && lane == 0) end_barrier(barrier());
+    if (kBlocksOfB && warp == kWarps - 1 && lane == 0) end_barrier(fold_barrier());
+    synchronise();
+  }
+
   // All of it or, if the CTA folds, what is left to do.
   __device__ __forceinline__ void run() const {
-    if (!kFolds) begin();
+    run(false, [] { return true; });
+  }
+  // early, of a CTA that steps from a read copy: by what peek_step() has found, and what steps before have left is
+  // asked for before await_previous(). False if look() says then, to any thread, that it was wrong; undo() has to
+  // follow.
+  template <typename Look>
+  __device__ __forceinline__ bool run(bool early, const Look& look) const {
+    if (!kFolds) begin(early);
     Head head(*this, team);
     Places places(*this);
     Slices slices;
@@ -1995,13 +2071,25 @@ struct ReadCta {
       slices = Slices(*this, head);
       begin_slices(slices);
     }
-    if (team < heads) request_head(head, places);
+    if (team < heads) request_head(head, places, 0, early);
     close_group();
     places.find_inputs(*this);
     QueryPlaces of_query;
     if constexpr (!kPlain) of_query = QueryPlaces(*this);
     if constexpr (!kFolds) {
-      prepare(load_tokens());
+      if (early) {
+        await_previous();
+        request_tokens_of_group(true);
+        if (team < heads) request_x(head, places, history);
+        close_group();
+      }
+      const TokenInputs inputs = load_tokens();
+      if (early) {
+        const bool holds = look();
+        await_requests();
+        if (!__syncthreads_and(holds)) return false;
+      }
+      prepare(inputs);
     } else if (team_bits > 0 && !kKeeps) {
       if (team < heads) await_head(0);
       synchronise();
@@ -2028,6 +2116,7 @@ struct ReadCta {
       parity ^= 1;
     }
     if (keeps_copies() && elect_lane()) await_blocks_read();
+    return true;
   }
 };
 

@@ -22,24 +22,6 @@ namespace {
 // The longest window: two warps multiply 16 records of B each, and a lane of a third has a record's delta.
 constexpr int kEarlyWindow = 32;
 
-// A row of a plan that may not be there yet, of what steps need: past the L1, and the same for all lanes of a warp.
-__device__ inline replayssm_plan_row peek_row(const replayssm_plan_row& planned) {
-  replayssm_plan_row row = {};
-  static_assert(offsetof(replayssm_plan_row, slot) == 24 && offsetof(replayssm_plan_row, count) == 32);
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
-               : "=r"(row.slot), "=r"(row.first_token)
-               : "l"(&planned.slot)
-               : "memory");
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(row.count), "=r"(row.history), "=r"(row.flags), "=r"(row.ring_row)
-               : "l"(&planned.count)
-               : "memory");
-  for (int32_t* field : {&row.slot, &row.first_token, &row.count, &row.history, &row.flags, &row.ring_row}) {
-    *field = __shfl_sync(~0u, *field, 0);
-  }
-  return row;
-}
-
 template <typename Format, typename Staged, bool kSingle>
 struct EarlyStep {
   using Cta = ReadCta<Format, Staged, false, kSingle, true>;
@@ -98,7 +80,7 @@ struct EarlyStep {
   __device__ __forceinline__ bool find(uint32_t task) {
     cta.find(task);
     own_slices = cta.team < cta.heads ? cta.own_slices : 0;
-    known = peek();
+    known = cta.peek_step();
     return cta.row.flags & REPLAYSSM_ROW_FLUSH;
   }
 
@@ -121,7 +103,7 @@ struct EarlyStep {
         request_tokens();
       }
     }
-    if (agree(known && (sure || is_row(named, rest)))) return true;
+    if (agree(known && (sure || cta.is_row(named, rest)))) return true;
     if (known) await_state();
     return false;
   }
@@ -139,30 +121,12 @@ struct EarlyStep {
     append();
   }
 
-  // Whether the row that is known has these fields from its slot, and from its count on.
-  __device__ bool is_row(const uint2& named, const uint4& rest) const {
-    const auto is = [](int32_t field, uint32_t read) { return field == static_cast<int32_t>(read); };
-    const replayssm_plan_row& row = cta.row;
-    return is(row.slot, named.x) && is(row.first_token, named.y) && is(row.count, rest.x) && is(row.history, rest.y) &&
-           is(row.flags, rest.z) && is(row.ring_row, rest.w);
-  }
-
   // Takes back what set_up() has made; nothing is under way.
   __device__ void end() const {
     cta.synchronise();
     if (kPlain && cta.lane < kSlots) end_barrier(cta.slot_barrier(cta.lane));
     if (!kPlain && cta.member == 0 && cta.lane == 0) end_barrier(cta.barrier());
     cta.synchronise();
-  }
-
-  // take() before await_previous().
-  __device__ bool peek() {
-    const ReadParams& params = cta.params;
-    replayssm_plan_row& row = cta.row;
-    row = peek_row(params.scan.planned[cta.row_index]);
-    return row.slot < params.scan.num_slots && row.count > 0 && row.history >= 0 && row.first_token >= 0 &&
-           row.ring_row >= 0 && row.ring_row < cta.problem.ring_rows &&
-           row.history + static_cast<int64_t>(row.count) <= cta.problem.config.window && cta.consider(false);
   }
 
   __device__ char* slot(int index) const {
@@ -219,7 +183,7 @@ struct EarlyStep {
           *reinterpret_cast<uint4*>(cta.state() + i) = make_uint4(0, 0, 0, 0);
         }
       }
-      cta.request_x(head, typename Cta::Places(cta), cta.history);
+      cta.request_x(head, typename Cta::Places(cta), 0, cta.history);
     }
     const int column = cta.tid % Cta::kRowParts * 8;
 #pragma unroll 1
@@ -356,7 +320,7 @@ struct EarlyStep {
   // The same of several, as far as it can be had before all threads are together.
   __device__ __forceinline__ void request_tokens() {
     const ReadShared& layout = cta.layout;
-    cta.request_b(cta.history);
+    cta.request_b(cta.history, cta.from_ring());
     cta.request_tokens_of_group();
     if (cta.team < cta.heads) {
       const int x_rows = cta.x_rows;

@@ -48,8 +48,11 @@
 //     columns, and what is to be stored and read again stays in shared memory. One that steps is two as above, side by
 //     side. What can be done before the kernel before has ended is: by the plan as it reads then the first head is
 //     fetched and folded, but not stored.
-//  7. In still smaller ones those that step come first in the grid, and stand on the multiprocessors beside those of
-//     the kernel before. They have code of their own, which loads before that has ended what steps before have left:
+//  7. In large batches CTAs that find nothing to fold step instead. They and whoever else stands on the multiprocessors
+//     before the kernel before has ended have loaded the history and their first heads by then. The last CTAs that step
+//     have half of the heads, so that all end at about the same time.
+//  8. In the smallest those that step come first in the grid, and stand on the multiprocessors beside those of the
+//     kernel before. They have code of their own, which loads before that has ended what steps before have left:
 //     read_early.cuh. Of a single row a CTA steps or folds, by the plan as it reads then: CTAs with nothing to fold
 //     would hold places that the kernel behind could begin in.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
@@ -102,31 +105,89 @@ __device__ __forceinline__ bool fold_one_by_one(const ReadParams& params, char* 
   return flushing.count > 0;
 }
 
-// The same by other CTAs, some heads of a group at a time.
+// What CTAs of the other kind fold, some heads of a group at a time: as many a task as leave enough tasks.
+struct FoldTasks {
+  int bits;  // of the heads, as a power of two
+  uint32_t count;
+
+  __device__ FoldTasks(const ReadParams& params, int rows) : bits(0) {
+    const uint32_t heads = rows * params.heads.divisor;
+    while (bits < params.fold_bits && heads >> bits > params.enough_folds) ++bits;
+    count = rows * params.groups.divisor * params.fold_chunks[bits].divisor;
+  }
+};
+
+// Such a CTA. Returns whether there was anything for it.
 template <typename Cta>
-__device__ __forceinline__ void fold_together(const ReadParams& params, char* shared, int number) {
+__device__ __forceinline__ bool fold_together(const ReadParams& params, char* shared, uint32_t number) {
   await_previous();
   const auto flushing = FlushingRows::of<false>(params);
-  // As many heads a task as leave enough of these.
-  const uint32_t flushed_heads = flushing.count * params.heads.divisor;
-  int bits = 0;
-  while (bits < params.fold_bits && flushed_heads >> bits > params.enough_folds) ++bits;
-  const int team_bits = Cta::kReadsFolds ? kWarpBits : kWarpBits - bits;
-  const uint32_t tasks = flushing.count * params.groups.divisor * params.fold_chunks[bits].divisor;
+  const FoldTasks tasks(params, flushing.count);
+  if (number >= tasks.count) return false;
+  const int team_bits = Cta::kReadsFolds ? kWarpBits : kWarpBits - tasks.bits;
 #pragma unroll 1
-  for (uint32_t task = number; task < tasks; task += params.flush_ctas) {
+  for (uint32_t task = number; task < tasks.count; task += params.flush_ctas) {
     Cta folding(params, shared, team_bits);
-    if (!folding.take(task, &flushing, bits)) continue;
+    if (!folding.take(task, &flushing, tasks.bits)) continue;
     folding.set_up();
     folding.fold();
     if constexpr (Cta::kReadsFolds) {
       folding.end();
     } else {
       Cta reading(params, shared, team_bits);  // made anew: what it knows would be in the way of the fold
-      reading.take(task, &flushing, bits);
+      reading.take(task, &flushing, tasks.bits);
       reading.run();
       reading.end();
     }
+  }
+  return true;
+}
+
+__device__ inline int peek_flushing(const ReadParams& params) {
+  return peek((reinterpret_cast<const replayssm_plan_header*>(params.scan.planned) - 1)->num_flush);
+}
+
+// A CTA that steps or, false, has to fold. Of the tasks of steps, the first have the numbers of CTAs that may fold, and
+// are theirs if there is nothing to fold for them; else the last CTAs have them. early: it begins before the kernel
+// before has ended, by the plan as it reads then.
+template <typename Cta>
+__device__ __forceinline__ bool step_once(const ReadParams& params, char* shared, bool early) {
+  const int number = blockIdx.x;
+  const bool may_fold = number < params.flush_ctas;
+  const int task = may_fold ? number : params.step_tasks - 1 - (number - params.flush_ctas);
+  Cta cta(params, shared, params.team_bits);
+  cta.find(task);
+  const replayssm_plan_row& planned = params.scan.planned[cta.row_index];
+  const auto count = [&] { return task < params.flush_ctas ? peek_flushing(params) : 0; };
+  const auto is_own = [&](int flushing) {
+    return task >= params.flush_ctas || may_fold == (task >= FoldTasks(params, flushing).count);
+  };
+#pragma unroll 1
+  while (true) {
+    bool known = true;
+    if (early) {
+      cta.set_up();
+      known = __syncthreads_and(cta.peek_step());
+    } else {
+      await_previous();
+      const int flushing = count();
+      cta.row = peek_row(planned, [&] { cta.set_up(); });
+      if (!is_own(flushing)) {
+        cta.undo(false);
+        return !may_fold;
+      }
+      if (!cta.consider(true)) return true;
+    }
+    if (known && cta.run(early, [&] {
+          const int flushing = count();
+          const uint2 named = load_early(reinterpret_cast<const uint2*>(&planned.slot));
+          const uint4 rest = load_early(reinterpret_cast<const uint4*>(&planned.count));
+          return cta.is_row(named, rest) && is_own(flushing);
+        })) {
+      return true;
+    }
+    cta.undo(known);
+    early = false;
   }
 }
 
@@ -149,6 +210,17 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
                  fetches * params.cta_heads + fetched, 0, params.state_bytes);
     }
     fetch_parameters(params);
+  }
+  if constexpr (!kWide && !kIsPlain<Format>) {
+    const bool may_fold = blockIdx.x < params.flush_ctas;
+    bool early = blockIdx.x < params.early_ctas;
+    bool folds = may_fold && __syncthreads_and(blockIdx.x < FoldTasks(params, peek_flushing(params)).count);
+#pragma unroll 1
+    while (true) {  // once, unless the plan was another
+      if (!folds && step_once<ReadCta<Format, Staged, false, kSingle, false>>(params, shared, early)) return;
+      if (fold_together<ReadCta<Format, Staged, true, kSingle, false>>(params, shared, blockIdx.x)) return;
+      folds = early = false;
+    }
   }
   // Of the first CTAs some fold, the others step: an SM has both, for what either waits for.
   const int spacing = params.flush_spacing, before = blockIdx.x >> spacing;  // that many CTAs fold
@@ -300,6 +372,13 @@ bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
 
+// Of steps from read copies so many tasks, which come last, have half of the heads, so that CTAs end at about the same
+// time. Not where most CTAs find room at once: there it would only be more of them.
+constexpr int kHalvedTasks = 198;
+bool has_halved_tasks(const ReadParams& params, int64_t ctas) {
+  return params.team_bits == 0 && params.cta_heads >= 2 * kWarps && 2 * ctas >= 3 * kCtasPerSm * multiprocessors();
+}
+
 // Of so many of the first CTAs one folds, as a power of two. Steps from plain checkpoints wait for memory, those from
 // read copies for instructions, as folds do.
 int most_flush_spacing(const replayssm_config& config) { return is_plain(config) ? 2 : 0; }
@@ -418,6 +497,11 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.stepping.part(params.cta_heads);
     if (2 * params.stepping.bytes > kSharedLimit) early = false, params = others, ctas = others_ctas;
   }
+  const bool large = !wide && !is_plain(problem.config);  // with steps from read copies
+  if (large && has_halved_tasks(params, ctas)) {
+    params.halved_tasks = kHalvedTasks;
+    ctas += kHalvedTasks / 2;
+  }
   params.step_tasks = static_cast<int>(std::min<int64_t>(ctas, INT32_MAX));
   if (wide) {
     params.folding = wide_folding;
@@ -429,6 +513,10 @@ replayssm_status step_read(const replayssm_exec& exec, const ScanParams& scan, i
     params.flush_ctas =
         static_cast<int>(std::min<int64_t>(most_flush_ctas(problem.config, row_heads, wide), row_heads));
     params.enough_folds = enough_folds(problem.config, row_heads, params.flush_ctas, single);
+  }
+  if (large) {
+    params.flush_ctas = std::min(params.flush_ctas, params.step_tasks);
+    if (folds && params.delta_part == 4) params.early_ctas = kCtasPerSm * multiprocessors();
   }
   const bool one_row = early && rows == 1;
   if (one_row) params.flush_ctas = params.step_ctas;
