@@ -172,36 +172,40 @@ __device__ inline float slice_amax(const SlicePart<kHalves>& state) {
   return largest<kHalves>(amax);
 }
 
-// The amaxes of four columns over a slice's rows: of columns 4 lane to 4 lane + 3 or, of one half, of 4 (lane % 16) to
-// 4 (lane % 16) + 3 over half the rows. scratch: of the warp, 8 rows of columns.
+// The amaxes of four columns over a slice's rows, to the lane-th place of scratch: of columns 4 lane to 4 lane + 3 or,
+// of one half, of 4 (lane % 16) to 4 (lane % 16) + 3 over half the rows. Returns the largest. scratch: of the warp, 8
+// rows of columns. more: with what is there of another slice.
 template <int kHalves>
-__device__ inline float4 column_maxima(const SlicePart<kHalves>& state, int lane, float4* scratch) {
+__device__ inline float column_maxima(const SlicePart<kHalves>& state, int lane, float4* scratch, bool more) {
   constexpr int kPieces = kHalves * kMaxStateDim / 8, kRows = 8 * kPieces / 32;
   const int g = lane / 4, t = lane % 4;
   // Pieces of four columns are permuted among neighbours, so that no lanes meet a bank twice.
   float4* const target = scratch + g * kPieces + 4 * t;
+  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (more) amax = scratch[lane];
   __syncwarp();  // before that, others may still need what lies there
 #pragma unroll
   for (int b = 0; b < kHalves; ++b)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float amax[4];
+      float both[4];
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        amax[v] = larger_magnitude(fabsf(state[0][b][4 * j + v]), state[1][b][4 * j + v]);
+        both[v] = larger_magnitude(fabsf(state[0][b][4 * j + v]), state[1][b][4 * j + v]);
       }
-      target[16 * b + (j ^ t / 2 ^ g % 2 * 2)] = make_float4(amax[0], amax[1], amax[2], amax[3]);
+      target[16 * b + (j ^ t / 2 ^ g % 2 * 2)] = make_float4(both[0], both[1], both[2], both[3]);
     }
   __syncwarp();
   const int piece = lane % kPieces, first = lane / kPieces * kRows;
-  float4 amax = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     const float4 v = scratch[(first + row) * kPieces + (piece ^ (piece / 8 % 2) ^ row % 2 * 2)];
     amax.x = larger_magnitude(amax.x, v.x), amax.y = larger_magnitude(amax.y, v.y);
     amax.z = larger_magnitude(amax.z, v.z), amax.w = larger_magnitude(amax.w, v.w);
   }
-  return amax;
+  __syncwarp();
+  scratch[lane] = amax;
+  return larger_magnitude(larger_magnitude(amax.x, amax.y), larger_magnitude(amax.z, amax.w));
 }
 
 // ---- the checkpoint ------------------------------------------------------------------------------------------------

@@ -1334,7 +1334,11 @@ struct ReadCta {
         slice += kSlicesAtOnce;
         if (slice >= params.slices) break;
       }
-      finish_fold(head, finite, !together && k + 1 < heads);
+      report_if(!finite, head);
+      if (!together && k + 1 < heads) {
+        synchronise();
+        request_fold(head + 1);
+      }
     }
     return true;
   }
@@ -1362,16 +1366,11 @@ struct ReadCta {
       for (int j = 0; j < kBlock; ++j) state[0][b][j] = state[1][b][j];
   }
 
-  // Reports a state that was stored and is not finite, and asks for the next head if it has waited for this one.
-  __device__ __forceinline__ void finish_fold(int head, bool finite, bool next_waits) const {
-    if (!finite) {
-      const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
-      owner.report_not_finite();
-    }
-    if (next_waits) {
-      synchronise();
-      request_fold(head + 1);
-    }
+  // Reports a state that was stored and is not finite.
+  __device__ __forceinline__ void report_if(bool not_finite, int head) const {
+    if (!not_finite) return;
+    const StateOwner owner{problem, params.scan.layer, params.scan.error, head, row_index, row.stream, row.writes};
+    owner.report_not_finite();
   }
 
   // With a read copy, of which steps read what is cast.
@@ -1379,11 +1378,10 @@ struct ReadCta {
   __device__ __forceinline__ bool fold_heads(RoundingKey keys, const Ask& ask) const {
     const int P = problem.geometry.head_dim, checkpoint_format = problem.config.checkpoint;
     const int stored_size = checkpoint_format == REPLAYSSM_CHECKPOINT_FP32 ? 4 : 2;
-    const bool together = params.slices <= kSlicesAtOnce;  // a head's slices are in registers all at once
     // A warp that has none of its own does the last one too: the same bits, to the same places. (A path on which
     // nothing is formed would keep registers for it.)
     const int first_slice = min(fold_index(), params.slices - 1);
-    const int last_slice = first_slice + (params.slices - 1 - first_slice) / kSlicesAtOnce * kSlicesAtOnce;
+    const int more = (params.slices - 1 - first_slice) / kSlicesAtOnce;  // slices of the warp but its first
     if (!kKeeps && warp == 0 && lane < heads) {  // out of the registers, to where nothing is needed any more
       words(layout.rate)[lane] = keys.word[0], words(layout.decay)[lane] = keys.word[1];
     }
@@ -1391,66 +1389,61 @@ struct ReadCta {
     for (int k = 0; k < heads; ++k) {
       const int head = head_of(k);
       await_fold(k % 2);
+      char* const copy = keeps_copies() ? shared + layout.folded + k * layout.state_bytes : read_copy(head);
+      HeadCast cast{copy, P, 0, 0.0f, floats(layout.inverse) + fold_half() * (N / 2)};
       SlicePart<kHalves> state;
-      float4 columns = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // State::kColumnScales: the warp's amaxes of four columns
       float of_lane_amax = 0.0f;
       BlockMaxima<kHalves> block_amax;
-      int slice = last_slice;
-      do {
-        form_slice(k, slice, state);  // the warp's first slice stays
-        if constexpr (State::kColumnScales) {
-          const float4 amax = column_maxima(
-              state, lane, reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride));
-          columns.x = larger_magnitude(columns.x, amax.x), columns.y = larger_magnitude(columns.y, amax.y);
-          columns.z = larger_magnitude(columns.z, amax.z), columns.w = larger_magnitude(columns.w, amax.w);
-        } else {
-          find_block_maxima<kHalves>(state, block_amax);
-          of_lane_amax = larger_magnitude(of_lane_amax, largest<kHalves>(block_amax));
-        }
-        slice -= kSlicesAtOnce;
-      } while (slice >= first_slice);
-      if constexpr (State::kColumnScales) {
-        __syncwarp();
-        reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride)[lane] = columns;
-        of_lane_amax = larger_magnitude(larger_magnitude(columns.x, columns.y), larger_magnitude(columns.z, columns.w));
-      }
-      const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
-      if (lane == 0) words(layout.warp_max)[warp] = of_warp;
-      if (kKeeps) {
-        if (!ask()) return false;
-      } else {
-        synchronise();
-      }
-      uint32_t head_amax = 0;
+      bool finite = true;
+      // The warp's slices down to the first, for their maxima, and from there on again, to be stored. One loop, for the
+      // instruction cache: what several slices need must not lie in the way of one.
+      for (int visit = -more;; ++visit) {
+        const int slice = first_slice + abs(visit) * kSlicesAtOnce;
+        form_slice(k, slice, state);
+        if constexpr (!State::kColumnScales) find_block_maxima<kHalves>(state, block_amax);
+        if (visit <= 0) {
+          if constexpr (State::kColumnScales) {
+            of_lane_amax = column_maxima(
+                state, lane, reinterpret_cast<float4*>(shared + layout.scratch + warp * layout.scratch_stride),
+                visit > -more);
+          } else {
+            of_lane_amax = larger_magnitude(of_lane_amax, largest<kHalves>(block_amax));
+          }
+          if (visit < 0) continue;
+          const uint32_t of_warp = __reduce_max_sync(~0u, float_bits(of_lane_amax));
+          if (lane == 0) words(layout.warp_max)[warp] = of_warp;
+          if (kKeeps) {
+            if (!ask()) return false;
+          } else {
+            synchronise();
+          }
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) head_amax = max(head_amax, words(layout.warp_max)[i]);
-      char* const copy = keeps_copies() ? shared + layout.folded + k * layout.state_bytes : read_copy(head);
-      const float head_scale = store_scales(copy, head_amax);
-      if (!kKeeps) {
-        finish_stores_before_blocks();
-        if constexpr (State::kColumnScales) synchronise();
-        if (together && k + 1 < heads) request_fold(head + 1);
-      }
-      const RoundingKey key = kKeeps ? keys : RoundingKey{{words(layout.rate)[k], words(layout.decay)[k]}};
-      bool finite = head_amax < infinite_from(checkpoint_format);
-      const HeadCast cast{copy, P, head_amax, head_scale, floats(layout.inverse) + fold_half() * (N / 2)};
-      const AmaxHead amax_head(head_scale);  // of Nvfp4Amax
-      slice = first_slice;
-      while (true) {
+          for (int i = 0; i < kWarps; ++i) cast.amax = max(cast.amax, words(layout.warp_max)[i]);
+          cast.scale = store_scales(copy, cast.amax);
+          if (!kKeeps) {
+            finish_stores_before_blocks();
+            if constexpr (State::kColumnScales) synchronise();
+          }
+        }
+        if (!kKeeps && visit == more && k + 1 < heads) {
+          if (params.slices > kSlicesAtOnce) synchronise();  // others may form theirs once more
+          request_fold(head + 1);
+        }
         const int p = slice * kSliceWidth + 2 * g;
         const int column = column_of(lane, fold_half());
         char* stored = checkpoint(head) + (p * N + column) * stored_size;
         const bool stochastic = checkpoint_format == REPLAYSSM_CHECKPOINT_FP16_SR;
         if (stochastic) {
-          const bool moderate = head_amax < float_bits(65472.0f);
+          const RoundingKey key = kKeeps ? keys : RoundingKey{{words(layout.rate)[k], words(layout.decay)[k]}};
+          const bool moderate = cast.amax < float_bits(65472.0f);
           __half* const target = reinterpret_cast<__half*>(stored);
           store_stochastic<kHalves>(state, key, row.writes, p, column, target, moderate);
           if (!moderate) finite = finite && is_stored_finite<kHalves>(target);
         }
-        if (kKeeps && State::kColumnScales && slice == first_slice) synchronise();  // only now are these needed
+        if (kKeeps && State::kColumnScales && visit == 0) synchronise();  // only now are these needed
         if constexpr (std::is_same_v<Format, Nvfp4Amax>) {
           if (!stochastic) store_nearest_slice(checkpoint_format, state, stored);
-          cast_slice<kHalves>(state, block_amax, p, fold_half(), lane, cast, amax_head);
+          cast_slice<kHalves>(state, block_amax, p, fold_half(), lane, cast, AmaxHead(cast.scale));
         } else {
 #pragma unroll 1
           for (int i = 0; i < 2; ++i) {  // a loop, for the instruction cache
@@ -1469,12 +1462,9 @@ struct ReadCta {
             take_second_row(state);
           }
         }
-        slice += kSlicesAtOnce;
-        if (slice >= params.slices) break;
-        form_slice(k, slice, state);
-        if constexpr (std::is_same_v<Format, Nvfp4Amax>) find_block_maxima<kHalves>(state, block_amax);
+        if (visit == more) break;
       }
-      finish_fold(head, finite, !together && k + 1 < heads);
+      report_if(!finite || cast.amax >= infinite_from(checkpoint_format), head);
     }
     return true;
   }

@@ -209,8 +209,8 @@ __global__ __launch_bounds__(kWide ? 2 * kThreads : kThreads,
                  copy ? problem.read_copy_head_bytes : problem.checkpoint_head_bytes,
                  fetches * params.cta_heads + fetched, 0, params.state_bytes);
     }
-    fetch_parameters(params);
   }
+  if constexpr (kWide || !kIsPlain<Format>) fetch_parameters(params);
   if constexpr (!kWide && !kIsPlain<Format>) {
     const bool may_fold = blockIdx.x < params.flush_ctas;
     bool early = blockIdx.x < params.early_ctas;
