@@ -257,6 +257,8 @@ def flush_then_step(pool, layer, plan, x, B, C, dt, A_log, D, dt_bias, out):
     [
         (ops.step, 1, "fp32", "none", "bf16", 64),
         (ops.step, 2, "fp32", "none", "bf16", 64),
+        (ops.step, 1, "fp32", "none", "fp16", 64),
+        (ops.step, 2, "fp32", "none", "fp16", 64),
         (ops.step, 1, "fp16_sr", "none", "bf16", 64),
         (ops.step, 1, "fp16_sr", "none", "bf16", 160),
         (ops.step, 1, "fp16_sr", "nvfp4", "bf16", 64),
@@ -351,18 +353,21 @@ def test_bits_of_a_row_alone_and_among_others(head_dim, checkpoint, read_copy, c
 
 
 @pytest.mark.parametrize(
-    "tokens, checkpoint, read_copy, rows",
+    "tokens, checkpoint, read_copy, rows, heads",
     [
-        *itertools.product([1, 2], ["fp32"], ["none"], [1, 4]),
-        *itertools.product([1], ["fp16"], ["none"], [1, 4]),
-        *itertools.product([1], ["fp32"], ["nvfp4"], [1, 4, 80]),
-        (2, "fp16_sr", "nvfp4", 80),
-        (1, "fp16_sr", "nvfp4_amax", 300),
+        *itertools.product([1, 2], ["fp32"], ["none"], [1, 4], [(32, 64, 2)]),
+        *itertools.product([1], ["fp16"], ["none"], [1, 4], [(32, 64, 2)]),
+        *itertools.product([1], ["fp32"], ["nvfp4"], [1, 4, 80], [(32, 64, 2)]),
+        (2, "fp16_sr", "nvfp4", 80, (32, 64, 2)),
+        (1, "fp16_sr", "nvfp4_amax", 300, (32, 64, 2)),
+        # Tasks of half of the heads: 8 and 4 of 12 or, of 20, 8 and 8 and of the other four 4 and none.
+        (1, "fp16_sr", "nvfp4", 120, (96, 80, 8)),
+        (2, "fp16_sr", "nvfp4_amax", 300, (80, 64, 4)),
     ],
 )
-def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy, rows):
+def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoint, read_copy, rows, heads):
     """Its rows name other slots, histories and flags, in range or not; slots are reset and a plan is abandoned."""
-    geometry, steps = MambaGeometry(32, 64, 2, 128), 24
+    geometry, steps = MambaGeometry(*heads, 128), 24
     config = ReplayConfig(window=8, max_step_tokens=2, checkpoint=checkpoint, read_copy=read_copy)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, rows * tokens, CUDA)
     generator = torch.Generator().manual_seed(0)
@@ -378,7 +383,10 @@ def test_steps_begin_whatever_the_plan_holds_before_it_is_made(tokens, checkpoin
         # Of each row slot, first token, count, history, flags (FLUSH) and ring row: tokens far outside of the tensors.
         flushing = torch.tensor([0, 2**31 - 1, -(2**31), 1, 1, 0], dtype=torch.int32, device=CUDA)
         held[5, 16 : 16 * (1 + rows)].view(rows, 16)[:, 6:12] = flushing
-        outputs = torch.zeros(steps, rows * tokens, 32, 64, dtype=torch.bfloat16, device=CUDA)
+        # What may be loaded and folded, but is not the row.
+        flushing = torch.tensor([0, 0, 1, 5, 1, 3], dtype=torch.int32, device=CUDA)
+        held[9, 16 : 16 * (1 + rows)].view(rows, 16)[:, 6:12] = flushing
+        outputs = torch.zeros(steps, rows * tokens, *heads[:2], dtype=torch.bfloat16, device=CUDA)
 
         def step(number, pool=pool, plan=plan, held=held, outputs=outputs):
             if number == steps // 2:
@@ -431,7 +439,7 @@ def test_bits_of_float32_rows_alone_and_among_others(head_dim, tokens, window):
     """On a GPU of 132 multiprocessors: alone its heads have a CTA each, all of which begin before the plan is made;
     among five of its like some don't; among twenty they don't all find room; among eighty CTAs take several heads.
     """
-    geometry, config = MambaGeometry(80, head_dim, 2, 128), ReplayConfig(window=window, max_step_tokens=tokens)
+    geometry, config = MambaGeometry(120, head_dim, 2, 128), ReplayConfig(window=window, max_step_tokens=tokens)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 80 * tokens, CUDA)
     outputs, states = [], []
     for first, last in ((0, 80), (0, 20), (15, 20), (17, 18)):
@@ -456,7 +464,7 @@ def test_batches_whose_jobs_are_claimed(tokens, flush_first):
     multiprocessors, that CTAs claim their jobs. Some rows are padded, first all of them, then so many that there are
     fewer jobs than CTAs. The bits of small batches; the plans' counters are zero afterwards.
     """
-    geometry, rows, layers = MambaGeometry(9, 16, 1, 128), 800, 2
+    geometry, rows, layers = MambaGeometry(13, 16, 1, 128), 800, 2
     config = ReplayConfig(window=8, max_step_tokens=2)
     weights, given = Weights.random(geometry, CUDA), random_tokens(geometry, torch.bfloat16, 2 * rows * tokens, CUDA)
     order = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0)).int()
@@ -494,7 +502,7 @@ def test_batches_whose_jobs_are_claimed(tokens, flush_first):
         pool = StatePool(geometry, config, 2 * rows, layers, CUDA)
         pool.reset(range(2 * rows))
         slots = torch.full_like(accepted, -1)
-        out = torch.zeros(layers, 2 * rows * tokens, 9, 16, dtype=torch.bfloat16, device=CUDA)
+        out = torch.zeros(layers, 2 * rows * tokens, 13, 16, dtype=torch.bfloat16, device=CUDA)
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             plans = cycle(pool, slots, size, out)
         graph.replay()

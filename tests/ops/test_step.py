@@ -356,17 +356,18 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(device, op, padding):
     assert same_bits(outputs[0], outputs[2]) and same_bits(outputs[1], outputs[3])
 
 
+@pytest.mark.parametrize("geometry, count", [(SMALL, 3), (SUPER_TP8, 1), (SUPER_TP8, 3)])
 @pytest.mark.parametrize("op", [ops.step, ops.prefill, ops.conventional_step])
-def test_weights_of_any_float_format_and_absent_ones(device, op):
+def test_weights_of_any_float_format_and_absent_ones(device, op, geometry, count):
     """Formats that hold the same values give the same bits; no D and no dt_bias count as zero."""
-    tokens = random_tokens(SMALL, torch.bfloat16, 3, device)
-    zeros = torch.zeros(SMALL.num_heads, device=device)
-    A_log = Weights.random(SMALL, device).A_log.bfloat16().float()
+    tokens = random_tokens(geometry, torch.bfloat16, count, device)
+    zeros = torch.zeros(geometry.num_heads, device=device)
+    A_log = Weights.random(geometry, device).A_log.bfloat16().float()
 
     def run(*weights):
-        pool = StatePool(SMALL, ReplayConfig(window=8, max_step_tokens=4), 1, 1, device)
+        pool = StatePool(geometry, ReplayConfig(window=8, max_step_tokens=4), 1, 1, device)
         pool.reset(0)
-        return op(pool, 0, pool.plan(0, 3), *tokens, *weights)
+        return op(pool, 0, pool.plan(0, count), *tokens, *weights)
 
     reference = run(A_log, zeros, zeros)
     assert same_bits(run(A_log.bfloat16(), None, None), reference)

@@ -10,7 +10,7 @@
 // tokens' addresses are at hand. All that goes by the plan's row as it reads then. The row is read again together with
 // the new tokens, and A_log with it, which the weights are made of. Should either differ, all is done anew. CTAs that
 // begin when others have ended wait first and request everything at once, in the order in which it is needed: the
-// state, C and, while the product of both is formed, the records of x.
+// state, C and, while the product of both is formed, if there is one token and nothing to fold, the records of x.
 #include <algorithm>
 
 #include "slice.cuh"

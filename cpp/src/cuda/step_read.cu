@@ -49,8 +49,8 @@
 //     side. What can be done before the kernel before has ended is: by the plan as it reads then the first head is
 //     fetched and folded, but not stored.
 //  7. In large batches CTAs that find nothing to fold step instead. They and whoever else stands on the multiprocessors
-//     before the kernel before has ended have loaded the history and their first heads by then. The last CTAs that step
-//     have half of the heads, so that all end at about the same time.
+//     before the kernel before has ended have loaded the history and their first heads by then. Where rows flush, the
+//     last CTAs that step have half of the heads, so that all end at about the same time.
 //  8. In the smallest those that step come first in the grid, and stand on the multiprocessors beside those of the
 //     kernel before. They have code of their own, which loads before that has ended what steps before have left:
 //     read_early.cuh. Of a single row a CTA steps or folds, by the plan as it reads then: CTAs with nothing to fold
@@ -372,11 +372,13 @@ bool can_be_wide(const replayssm_config& config) {
   return with_read_format(config, [](auto format) { return kCanBeWide<decltype(format)>; });
 }
 
-// Of steps from read copies so many tasks, which come last, have half of the heads, so that CTAs end at about the same
-// time. Not where most CTAs find room at once: there it would only be more of them.
+// Of steps from read copies so many tasks have half of the heads. They come last, so that CTAs end at about the same
+// time, but for those that CTAs with nothing to fold take. Not where most CTAs find room at once: there it would only
+// be more of them.
 constexpr int kHalvedTasks = 198;
 bool has_halved_tasks(const ReadParams& params, int64_t ctas) {
-  return params.team_bits == 0 && params.cta_heads >= 2 * kWarps && 2 * ctas >= 3 * kCtasPerSm * multiprocessors();
+  return params.team_bits == 0 && params.cta_heads >= 2 * kWarps && ctas >= kHalvedTasks &&
+         2 * ctas >= 3 * kCtasPerSm * multiprocessors();
 }
 
 // Of so many of the first CTAs one folds, as a power of two. Steps from plain checkpoints wait for memory, those from
