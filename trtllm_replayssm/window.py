@@ -17,7 +17,7 @@ from .config import LONGEST_AUTO, ReplayConfig
 from .geometry import MambaGeometry
 
 CANDIDATES = range(8, LONGEST_AUTO + 1, 8)
-CAST = 2  # as often a flush that casts counts: times of an H200 by window fit one to three (docs/performance.md)
+CAST = 2  # as often a flush that casts counts: times of an H200 by window fit one to three (docs/performance-log.md)
 
 
 def resolve(geometry: MambaGeometry, config: ReplayConfig) -> ReplayConfig:
