@@ -389,26 +389,42 @@ REPLAYSSM_HOST_DEVICE inline RoundingKey rounding_key(uint64_t seed, uint64_t st
   return {{words.word[0], words.word[1]}};
 }
 
-constexpr int32_t kFp16PerDraw = 8;  // columns that one draw serves, in two rows
-constexpr int32_t kE4m3PerDraw = 16;
-
-// The random bits of the columns draw * c .. draw * c + c-1 of row p, c = kFp16PerDraw or kE4m3PerDraw, when the state
-// is written for the time that follows `writes` others. In FP16 of rows p and p + 1, p even.
+// A draw of four words, when the state is written for the time that follows `writes` others. In FP16 it serves rows p
+// and p + 1, p even, in E4M3 row p.
 REPLAYSSM_HOST_DEVICE inline RandomWords rounding_words(RoundingKey key, int32_t p, int32_t draw, int64_t writes) {
   return philox(static_cast<uint32_t>(p) << 16 | static_cast<uint32_t>(draw), static_cast<uint32_t>(writes),
                 static_cast<uint32_t>(static_cast<uint64_t>(writes) >> 32), 0, key.word[0], key.word[1]);
 }
 
-// What the odd row of a draw takes for a word: rotated, so that the upper bits of what either row takes of it, which
-// decide how most numbers are rounded, are lower bits of the other's or none.
-REPLAYSSM_HOST_DEVICE inline uint32_t odd_row_word(uint32_t word) { return word << 7 | word >> 25; }
+// In FP16 draw c serves columns 16c .. 16c + 15 and 64 + 16c .. 64 + 16c + 15 of its two rows: eight runs of eight
+// columns. Run r takes each word times kNextRun^r, which is odd and leaves it evenly distributed. Two values of a draw
+// are as good as uncorrelated, and the variance of a sum of states asks for no more:
+//   - A lower half of a word's product (13 bits) and an upper half are independent: if the 13 lowest bits of a word are
+//     known, all others of any product are as random as before.
+//   - Two lower or two upper ones, d runs apart, are uncorrelated by the choice of the number: for each d up to 7 the
+//     points (u, kNextRun^d u) fill the square evenly, modulo 2^13 and modulo 2^29.
+constexpr int32_t kFp16Run = 8;
+constexpr uint32_t kNextRun = 0xc680a74du;
 
-// The bits of column i of a draw. Word i / 2 is the rbits of cvt.rs.f16x2.f32 for columns i and i + 1, i even, the even
-// column being the lower result.
-REPLAYSSM_HOST_DEVICE inline uint32_t fp16_random(const RandomWords& words, int32_t p, int32_t i) {
-  const uint32_t word = words.word[i / 2];
-  return (p % 2 == 0 ? word : odd_row_word(word)) >> (i % 2 * 16) & 0x1fffu;
+REPLAYSSM_HOST_DEVICE constexpr int32_t fp16_draw(int32_t column) { return column % 64 / 16; }
+
+// Of the run of row p and `column` in its draw.
+REPLAYSSM_HOST_DEVICE constexpr uint32_t fp16_factor(int32_t p, int32_t column) {
+  uint32_t factor = 1;
+  if (p % 2 != 0) factor = kNextRun;
+  if (column & 8) factor *= kNextRun * kNextRun;
+  if (column & 64) factor *= kNextRun * kNextRun * kNextRun * kNextRun;
+  return factor;
 }
+
+// The bits of a column of row p, by its draw. Word i / 2 of a run is the rbits of cvt.rs.f16x2.f32 for its columns i
+// and i + 1, i even, the even column being the lower result.
+REPLAYSSM_HOST_DEVICE inline uint32_t fp16_random(const RandomWords& words, int32_t p, int32_t column) {
+  return words.word[column % kFp16Run / 2] * fp16_factor(p, column) >> (column % 2 * 16) & 0x1fffu;
+}
+
+// E4M3: draw c serves columns 16c .. 16c + 15 of a row.
+constexpr int32_t kE4m3PerDraw = 16;
 
 REPLAYSSM_HOST_DEVICE inline uint32_t reversed16(uint32_t bits) {
   bits = (bits & 0x5555u) << 1 | (bits >> 1 & 0x5555u);

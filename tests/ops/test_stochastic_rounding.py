@@ -65,22 +65,33 @@ def test_philox_here_is_the_published_generator():
     assert [int(w) for w in philox(*pi)] == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
 
 
+NEXT_RUN = 0xC680A74D
+
+
+def fields(words, run) -> np.ndarray:
+    """What the even and the odd columns of a run of eight take of its draw's words."""
+    factor = np.array([pow(NEXT_RUN, r, 2**32) for r in range(8)], np.uint64)[run]
+    words = words * factor % np.uint64(2**32)
+    return np.stack([words, words >> np.uint64(16)]) & np.uint64(0x1FFF)
+
+
 def random_bits(checkpoint, geometry, seed, stream, layer, head, writes) -> np.ndarray:
     """The random integers [P, N] of one write of a head, by docs/algorithm.md."""
     words = [seed % 2**32, seed >> 32], [stream % 2**32, stream >> 32, layer, head]
     key = [int(word) for word in philox(words[1], words[0])[:2]]
-    per_draw = 8 if checkpoint == "fp16_sr" else 16
-    p, draw = np.meshgrid(np.arange(geometry.head_dim), np.arange(geometry.state_dim // per_draw), indexing="ij")
-    drawn_p = p - p % 2 if checkpoint == "fp16_sr" else p  # FP16: for two rows
-    drawn = np.stack(philox([drawn_p << 16 | draw, writes % 2**32 + 0 * p, (writes >> 32) + 0 * p, 0 * p], key), -1)
+    p, n = np.meshgrid(np.arange(geometry.head_dim), np.arange(geometry.state_dim), indexing="ij")
     if checkpoint == "fp16_sr":
-        rotated = (drawn << np.uint64(7) | drawn >> np.uint64(25)) & np.uint64(0xFFFFFFFF)
-        drawn[1::2] = rotated[1::2]
-    halves = np.stack([drawn & np.uint64(0xFFFF), drawn >> np.uint64(16)], -1)  # [P, draws, 4, 2]
+        drawn_p, draw, word = p - p % 2, n % 64 // 16, n % 8 // 2
+    else:
+        drawn_p, draw, word = p, n // 16, n % 16 // 4
+    drawn = philox([drawn_p << 16 | draw, writes % 2**32 + 0 * p, (writes >> 32) + 0 * p, 0 * p], key)
+    words = np.choose(word, drawn)
     if checkpoint == "fp16_sr":
-        return (halves & np.uint64(0x1FFF)).reshape(p.shape[0], -1)
+        run = n // 64 * 4 + n // 8 % 2 * 2 + p % 2
+        return fields(words, run)[n % 2, p, n]
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)])[n % 4 // 2, p, n]
     reversed_ = sum((halves >> np.uint64(bit) & np.uint64(1)) << np.uint64(15 - bit) for bit in range(16))
-    return np.stack([halves, reversed_], -1).reshape(p.shape[0], -1)
+    return np.where(n % 2 == 0, halves, reversed_)
 
 
 def step_of(checkpoint, exact: np.ndarray) -> np.ndarray:
@@ -165,6 +176,65 @@ def test_values_that_share_a_draw_round_independently(device, checkpoint):
             assert np.abs(of_draw.mean(1) - part).max() < 5 * np.sqrt(part * (1 - part) / of_draw.shape[1])
             correlation = np.corrcoef(of_draw) - np.eye(8)
             assert np.abs(correlation).max() < 0.06, (part, correlation)
+
+
+def largest_correlation(first, second) -> float:
+    """Of "first < a/256" and "second < b/256" over all a and b: what goes up of values, and what stays."""
+    counts = np.histogram2d(first, second, bins=256, range=[(0, 8192), (0, 8192)])[0]
+    both = counts.cumsum(0).cumsum(1) / len(first)
+    covariance = (both - np.outer(both[:, -1], both[-1]))[:-1, :-1]
+    part = np.arange(1, 256) / 256
+    return np.abs(covariance / np.sqrt(np.outer(part * (1 - part), part * (1 - part)))).max()
+
+
+def test_runs_of_a_draw_are_evenly_distributed_and_uncorrelated():
+    """What the eight runs take of a word: of all that matters to lower fields, bits 0-12, of an even selection of what
+    matters to upper ones, bits 0-28, and lower beside upper ones of random words."""
+    runs = np.arange(8)[:, None]
+    lower = fields(np.arange(2**13, dtype=np.uint64), runs)[0]
+    upper = fields(np.arange(2**18, dtype=np.uint64) << np.uint64(11), runs)[1]
+    for of_run in (*lower, *upper):
+        counts = np.bincount(of_run.astype(np.int64))
+        assert (counts == len(of_run) // 2**13).all()
+    for i in range(8):
+        for j in range(i):
+            assert abs(np.corrcoef(lower[i], lower[j])[0, 1]) < 0.005
+            assert abs(np.corrcoef(upper[i], upper[j])[0, 1]) < 0.001
+            assert largest_correlation(lower[i], lower[j]) < 0.028  # of parts of 255/256: the field 0 stays 0
+            assert largest_correlation(upper[i], upper[j]) < 0.01
+    random = fields(np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint64), runs)
+    for i in range(8):
+        for j in range(8):
+            assert largest_correlation(random[0, i], random[1, j]) < 0.02
+
+
+def test_all_values_of_a_draw_are_uncorrelated():
+    """The random numbers of a draw's 64 values, over 2^18 draws: means, variances and all pairs."""
+    counter = np.arange(2**18, dtype=np.uint64)
+    words = np.stack(philox([counter, 0 * counter, 0 * counter, 0 * counter], [1, 2]))
+    values = np.concatenate(fields(words[:, None], np.arange(8)[:, None])).reshape(64, -1) / 8192
+    sigma = 2**-9
+    assert np.abs(values.mean(1) - 0.5).max() < 5 * sigma / np.sqrt(12)
+    assert np.abs(values.var(1) * 12 - 1).max() < 5 * sigma
+    assert np.abs(np.corrcoef(values) - np.eye(64)).max() < 0.01
+    for part in (1 / 256, 0.1, 0.5, 0.9):
+        assert np.abs((values >= 1 - part).mean(1) - part).max() < 5 * sigma * np.sqrt(part * (1 - part)) + 2**-13
+
+
+def test_the_64_values_of_a_draw_round_independently(device):
+    """Which of equal values go up: as often as they should, and uncorrelated between all that share a draw."""
+    geometry, slots = MambaGeometry(num_heads=2, head_dim=64, num_groups=1, state_dim=128), list(range(128))
+    for parts in [(0.5, 0.3), (0.9, 0.0625)]:  # of a step, by head
+        state = torch.ones((2, 64, 128)) + torch.tensor(parts)[:, None, None] * 2.0**-10
+        pool = make_pool(device, "fp16_sr", geometry, slots=len(slots))
+        pool.reset(slots, streams=slots)
+        restore(pool, slots, state)
+        up = (values(pool) > 1).reshape(len(slots), 2, 32, 2, 2, 4, 16)  # slots, heads, 32 x 2 rows, 2 x 4 x 16 columns
+        for head, part in enumerate(parts):
+            of_draw = np.moveaxis(up[:, head], (2, 3, 5), (0, 1, 2)).reshape(64, -1)  # each 16,384 times
+            assert np.abs(of_draw.mean(1) - part).max() < 5 * np.sqrt(part * (1 - part) / of_draw.shape[1])
+            correlation = np.corrcoef(of_draw) - np.eye(64)
+            assert np.abs(correlation).max() < 0.045, (part, np.abs(correlation).max())
 
 
 @pytest.mark.parametrize("checkpoint", FORMATS)

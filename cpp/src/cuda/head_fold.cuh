@@ -225,10 +225,10 @@ __device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target
     }
 }
 
-// Stores eight columns in FP16, by a draw, anew: those of them with a result below 2^-14 or, if they are not
-// `moderate`, below 65472, all of them. Out of the way of those that are common.
-__device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
-  const float value[kFp16PerDraw] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
+// Stores a run of columns in FP16 anew: those with a result below 2^-14 or, if they are not `moderate`, below 65472,
+// all of them. Out of the way of those that are common.
+__device__ __noinline__ void store_rare_run(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
+  const float value[kFp16Run] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
   uint32_t* const pairs = reinterpret_cast<uint32_t*>(target);
   if (moderate) {
@@ -246,39 +246,38 @@ __device__ __noinline__ void store_rare_draw(float4 front, float4 back, uint4 dr
   }
 }
 
-// A lane's part of a slice in FP16, stochastically; p: its first row's index in the head; column: of `target`, where
-// that begins. moderate: all values are below 65472.
+// A lane's part of a slice in FP16, stochastically, which is what a draw serves, or half of it; p: its first row's
+// index in the head; column: of `target`, where that begins. moderate: all values are below 65472.
 template <int kHalves>
 __device__ __forceinline__ void store_stochastic(const SlicePart<kHalves>& state, RoundingKey key, int64_t writes,
                                                  int p, int column, __half* target, bool moderate) {
-  constexpr int kDraws = kHalves * kBlock / kFp16PerDraw;
-  auto later = [](int d) { return d / 2 * 4 * kBlock + d % 2 * kFp16PerDraw; };  // columns of a draw after the first
-  RandomWords drawn[kDraws];  // side by side, with the same keys of rounds
+  RandomWords drawn = rounding_words(key, p, fp16_draw(column), writes);
+  uint32_t (&random)[4] = drawn.word;
+  if (kHalves == 1) {
 #pragma unroll
-  for (int d = 0; d < kDraws; ++d) drawn[d] = rounding_words(key, p, (column + later(d)) / kFp16PerDraw, writes);
+    for (int k = 0; k < 4; ++k) random[k] *= fp16_factor(0, column);
+  }
 #pragma unroll
-  for (int d = 0; d < kDraws; ++d)
+  for (int run = 0; run < 4 * kHalves; ++run) {
+    const int half = run / 4, first = run / 2 % 2 * kFp16Run, row = run % 2;
+    const float* const value = state[row][half] + first;
+    uint32_t pair[4];
+    __half2 least = halves_of(0x7c007c00u);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* const value = state[i][d / 2] + d % 2 * kFp16PerDraw;
-      uint32_t (&random)[4] = drawn[d].word;
-      uint32_t pair[4];
-      __half2 least = halves_of(0x7c007c00u);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (i == 1) random[k] = odd_row_word(random[k]);
-        const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
-        least = __hmin2(least, __habs2(rounded));
-        pair[k] = bits_of(rounded);
-      }
-      __half* const place = target + i * kMaxStateDim + later(d);
-      *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-      if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
-        store_rare_draw(make_float4(value[0], value[1], value[2], value[3]),
-                        make_float4(value[4], value[5], value[6], value[7]),
-                        make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
-      }
+    for (int k = 0; k < 4; ++k) {
+      if (run > 0) random[k] *= kNextRun;
+      const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+      least = __hmin2(least, __habs2(rounded));
+      pair[k] = bits_of(rounded);
     }
+    __half* const place = target + row * kMaxStateDim + half * 4 * kBlock + first;
+    *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
+      store_rare_run(make_float4(value[0], value[1], value[2], value[3]),
+                     make_float4(value[4], value[5], value[6], value[7]),
+                     make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
+    }
+  }
 }
 
 // Whether what the lane has stored of a slice is finite.

@@ -115,18 +115,16 @@ struct PlainRounding {
     if constexpr (std::is_same_v<Stored, __half>) {
       if (stochastic) {
         // All rows together: they share draws, the keys of the rounds, and the check of their results.
-        constexpr int kPairs = kFp16PerDraw / 2;
-        float value[kRows * kFp16PerDraw];
+        constexpr int kPairs = kFp16Run / 2;
+        float value[kRows * kFp16Run];
         uint32_t random[kRows * kPairs], pair[kRows * kPairs];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const RandomWords drawn = rounding_words(key, p + i / 2 * 2, column / kFp16PerDraw, writes);
+          const RandomWords drawn = rounding_words(key, p + i / 2 * 2, fp16_draw(column), writes);
 #pragma unroll
-          for (int k = 0; k < kPairs; ++k) {
-            random[i * kPairs + k] = i % 2 == 0 ? drawn.word[k] : odd_row_word(drawn.word[k]);
-          }
+          for (int k = 0; k < kPairs; ++k) random[i * kPairs + k] = drawn.word[k] * fp16_factor(i, column);
 #pragma unroll
-          for (int v = 0; v < kFp16PerDraw; ++v) value[i * kFp16PerDraw + v] = state[i][b][v];
+          for (int v = 0; v < kFp16Run; ++v) value[i * kFp16Run + v] = state[i][b][v];
         }
         pack_fp16_sr(value, random, pair, finite);
 #pragma unroll
@@ -206,34 +204,28 @@ __device__ inline bool store_fp16_sr(const StateOwner& owner, char* chunk, int p
   const RoundingKey key = owner.key();
   const bool odd = lane % 2 == 1;
   bool finite = true;
+  // Four lanes share the draw of chunks 0 and 2 and that of chunks 1 and 3. An even one draws for the even chunks, an
+  // odd one for the others. The even one uses the front of either draw, the odd one the back.
+  const RandomWords drawn = rounding_words(key, p, fp16_draw((lane % 2 * kLanes + lane) * kHeadVec), owner.writes);
+  uint32_t random[2][2];  // of even and odd chunks
 #pragma unroll
-  for (int pair_of_chunks = 0; pair_of_chunks < kHeadChunks<kStateDim>; pair_of_chunks += 2) {
-    // A draw serves two lanes: the even one draws for the first chunk, the odd one for the second. The even one uses
-    // the front of either draw, the odd one the back.
-    const int own_chunk = pair_of_chunks + lane % 2;
-    const RandomWords drawn =
-        rounding_words(key, p, (own_chunk * kLanes + lane) * kHeadVec / kFp16PerDraw, owner.writes);
-    uint32_t random[2][2];  // of each chunk
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const uint32_t front = drawn.word[w], back = drawn.word[w + 2];
-      const uint32_t taken = shuffle_xor(odd ? front : back, 1);
-      random[0][w] = odd ? taken : front;
-      random[1][w] = odd ? back : taken;
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int i = 0; i < kRowsPerGroup; ++i) {
-        const int c = pair_of_chunks + k;
-        const uint32_t of_row[2] = {i == 0 ? random[k][0] : odd_row_word(random[k][0]),
-                                    i == 0 ? random[k][1] : odd_row_word(random[k][1])};
-        uint32_t pair[2];
-        pack_fp16_sr(state[i][c], of_row, pair, finite);
-        *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + (c * kLanes + lane) * kHeadVec)) =
-            make_uint2(pair[0], pair[1]);
-      }
+  for (int w = 0; w < 2; ++w) {
+    const uint32_t front = drawn.word[w], back = drawn.word[w + 2];
+    const uint32_t taken = shuffle_xor(odd ? front : back, 1);
+    random[0][w] = odd ? taken : front;
+    random[1][w] = odd ? back : taken;
   }
+#pragma unroll
+  for (int c = 0; c < kHeadChunks<kStateDim>; ++c)
+#pragma unroll
+    for (int i = 0; i < kRowsPerGroup; ++i) {
+      const int column = (c * kLanes + lane) * kHeadVec;
+      const uint32_t factor = fp16_factor(i, column), (&words)[2] = random[c % 2];
+      const uint32_t of_run[2] = {words[0] * factor, words[1] * factor};
+      uint32_t pair[2];
+      pack_fp16_sr(state[i][c], of_run, pair, finite);
+      *reinterpret_cast<uint2*>(chunk + 2 * ((p + i) * kStateDim + column)) = make_uint2(pair[0], pair[1]);
+    }
   return finite;
 }
 
