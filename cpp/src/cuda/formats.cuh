@@ -362,74 +362,57 @@ __device__ inline uint32_t fp16_sr_code(float value, uint32_t random13) {
   return sign | (magnitude > kInfinityBits ? 0x7e00u : min(code, 0x7c00u));
 }
 
-// Two neighbours by a word of rounding_words, if their results are normal numbers below 65504: the random bits are
-// added below the last bit that stays, and what they don't carry into it is cut off. Other results are not what they
-// should be, but not beyond 2^-14 or not below 65504 either, or NaN.
-__device__ inline __half2 pack_common_fp16_sr(float first, float second, uint32_t random) {
+// Two neighbours to FP16, cut off, when 13 bits each of a word of rounding_words have been added below the last bit of
+// a normal result.
+__device__ inline uint32_t pack_fp16_raised(float first, float second, uint32_t random) {
   uint32_t pair;
-#ifdef REPLAYSSM_CVT_RS
-  asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(pair) : "f"(second), "f"(first), "r"(random));
-#else
+  random &= 0x1fff1fffu;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;"
       : "=r"(pair)
-      : "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0100u, float_bits(second)))),
-        "f"(bits_float(__dp2a_lo(random & 0x1fff1fffu, 0x0001u, float_bits(first)))));
-#endif
-  return halves_of(pair);
+      : "f"(bits_float(__dp2a_lo(random, 0x0100u, float_bits(second)))),
+        "f"(bits_float(__dp2a_lo(random, 0x0001u, float_bits(first)))));
+  return pair;
 }
 
-// The same for all numbers below 65504. To one below 2^-14 that is added, which cuts it off at 2^-37, and the last bit
-// that stays is then 2^-24 as it should be; what was added leaves the result as it came.
+// Two neighbours by a word of rounding_words, both below 65504: the larger of two results, each no more than it should
+// be. One is right from 2^-14 on. For the other 2^-14 is added to magnitudes, which cuts them off at 2^-37, and taken
+// off again: of those below 2^-14 the last bit that stays is then 2^-24 as it should be, of others fewer bits stay.
 __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint32_t random) {
-  const float value[2] = {first, second};
-  uint32_t lifted[2], lift[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool small = fabsf(value[i]) < 0x1p-14f;
-    const float added = bits_float((float_bits(value[i]) & 0x80000000u) | float_bits(0x1p-14f));
-    lifted[i] = float_bits(__fadd_rz(value[i], small ? added : 0.0f));
-    lift[i] = small ? 0x400u << 16 * i : 0u;
-  }
-  uint32_t pair;
-  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
-      : "=r"(pair)
-      : "f"(bits_float(lifted[1] + ((random & 0x1fff0000u) >> 16))), "f"(bits_float(lifted[0] + (random & 0x1fffu))));
-  return pair - (lift[0] + lift[1]);
+#ifdef REPLAYSSM_CVT_RS
+  uint32_t normal;
+  asm("cvt.rs.f16x2.f32 %0, %1, %2, %3;" : "=r"(normal) : "f"(second), "f"(first), "r"(random));
+#else
+  const uint32_t normal = pack_fp16_raised(first, second, random);
+#endif
+  const uint32_t lifted =
+      pack_fp16_raised(__fadd_rz(fabsf(first), 0x1p-14f), __fadd_rz(fabsf(second), 0x1p-14f), random);
+  const uint32_t magnitudes = __vmaxu2(normal & 0x7fff7fffu, lifted - 0x04000400u);
+  return choose_bits<0x80008000u>(normal, magnitudes);
 }
 
-// Columns 2k and 2k + 1 of a draw by word k of it, whatever they are. `finite` becomes false if a result is not.
+// Columns 2k and 2k + 1 of a run by word k, whatever they are. `finite` becomes false if a result is not.
 template <int kPairs>
 __device__ inline void pack_any_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
                                         uint32_t (&pair)[kPairs], bool& finite) {
-  bool moderate = true;
 #pragma unroll
-  for (int i = 0; i < 2 * kPairs; ++i) moderate = moderate && fabsf(value[i]) < 65504.0f;  // no NaN, either
-  if (moderate) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
-                fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
-      finite = finite && is_finite<__half>(pair[i]);
-    }
+  for (int i = 0; i < kPairs; ++i) {
+    pair[i] = fp16_sr_code(value[2 * i], random[i] & 0x1fffu) |
+              fp16_sr_code(value[2 * i + 1], random[i] >> 16 & 0x1fffu) << 16;
+    finite = finite && is_finite<__half>(pair[i]);
   }
 }
 
-// The same, of which most are common.
+// The same, of which most are below 65504.
 template <int kPairs>
 __device__ inline void pack_fp16_sr(const float (&value)[2 * kPairs], const uint32_t (&random)[kPairs],
                                     uint32_t (&pair)[kPairs], bool& finite) {
-  __half2 least = halves_of(0x7c007c00u), largest = halves_of(0);
+  __half2 largest = halves_of(0);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const __half2 rounded = pack_common_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
-    least = __hmin2_nan(least, __habs2(rounded)), largest = __hmax2_nan(largest, __habs2(rounded));
-    pair[i] = bits_of(rounded);
+    pair[i] = pack_moderate_fp16_sr(value[2 * i], value[2 * i + 1], random[i]);
+    largest = __hmax2_nan(largest, __habs2(halves_of(pair[i])));
   }
-  if (__hbgt2(least, halves_of(0x04000400u)) && __hblt2(largest, halves_of(0x7bff7bffu))) return;
-  pack_any_fp16_sr(value, random, pair, finite);
+  if (!__hblt2(largest, halves_of(0x7bff7bffu))) pack_any_fp16_sr(value, random, pair, finite);
 }
 
 // Columns 4k to 4k + 3 of a draw take word k.

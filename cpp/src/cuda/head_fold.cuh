@@ -225,25 +225,14 @@ __device__ inline void store_nearest(const RowPart<kHalves>& row, Stored* target
     }
 }
 
-// Stores a run of columns in FP16 anew: those with a result below 2^-14 or, if they are not `moderate`, below 65472,
-// all of them. Out of the way of those that are common.
-__device__ __noinline__ void store_rare_run(float4 front, float4 back, uint4 drawn, __half* target, bool moderate) {
+// A run of columns in FP16, whatever they are. Out of the way of those that are below 65472.
+__device__ __noinline__ uint4 pack_any_run(float4 front, float4 back, uint4 drawn) {
   const float value[kFp16Run] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
   const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-  uint32_t* const pairs = reinterpret_cast<uint32_t*>(target);
-  if (moderate) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float first = value[2 * k], second = value[2 * k + 1];
-      if (fminf(fabsf(first), fabsf(second)) < 0x1p-14f) pairs[k] = pack_moderate_fp16_sr(first, second, random[k]);
-    }
-  } else {
-    uint32_t pair[4];
-    bool finite = true;  // is_stored_finite() looks, too
-    pack_any_fp16_sr(value, random, pair, finite);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) pairs[k] = pair[k];
-  }
+  uint32_t pair[4];
+  bool finite = true;  // is_stored_finite() looks, too
+  pack_any_fp16_sr(value, random, pair, finite);
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // A lane's part of a slice in FP16, stochastically, which is what a draw serves, or half of it; p: its first row's
@@ -257,26 +246,33 @@ __device__ __forceinline__ void store_stochastic(const SlicePart<kHalves>& state
 #pragma unroll
     for (int k = 0; k < 4; ++k) random[k] *= fp16_factor(0, column);
   }
+  auto for_runs = [&](auto pack) {
 #pragma unroll
-  for (int run = 0; run < 4 * kHalves; ++run) {
-    const int half = run / 4, first = run / 2 % 2 * kFp16Run, row = run % 2;
-    const float* const value = state[row][half] + first;
-    uint32_t pair[4];
-    __half2 least = halves_of(0x7c007c00u);
+    for (int run = 0; run < 4 * kHalves; ++run) {
+      const int half = run / 4, first = run / 2 % 2 * kFp16Run, row = run % 2;
+      if (run > 0) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (run > 0) random[k] *= kNextRun;
-      const __half2 rounded = pack_common_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
-      least = __hmin2(least, __habs2(rounded));
-      pair[k] = bits_of(rounded);
+        for (int k = 0; k < 4; ++k) random[k] *= kNextRun;
+      }
+      *reinterpret_cast<uint4*>(target + row * kMaxStateDim + half * 4 * kBlock + first) =
+          pack(state[row][half] + first);
     }
-    __half* const place = target + row * kMaxStateDim + half * 4 * kBlock + first;
-    *reinterpret_cast<uint4*>(place) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-    if (__builtin_expect(!moderate || !__hbgt2(least, halves_of(0x04000400u)), false)) {
-      store_rare_run(make_float4(value[0], value[1], value[2], value[3]),
-                     make_float4(value[4], value[5], value[6], value[7]),
-                     make_uint4(random[0], random[1], random[2], random[3]), place, moderate);
-    }
+  };
+  if (__builtin_expect(moderate, true)) {
+    for_runs([&](const float* value) {
+      uint32_t pair[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        pair[k] = pack_moderate_fp16_sr(value[2 * k], value[2 * k + 1], random[k]);
+      }
+      return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    });
+  } else {
+    for_runs([&](const float* value) {
+      return pack_any_run(make_float4(value[0], value[1], value[2], value[3]),
+                          make_float4(value[4], value[5], value[6], value[7]),
+                          make_uint4(random[0], random[1], random[2], random[3]));
+    });
   }
 }
 
