@@ -271,6 +271,44 @@ def test_ops_cast_from_their_accumulators(checkpoint, read_copy, op, geometry, a
             assert same_bits(host.data[0, :, part], slots[:, part]), name
 
 
+def flushed(device, geometry, read_copy, rows) -> StatePool:
+    """An fp16_sr pool whose slots have flushed sums that are exact: of even heads near 65504, of odd ones near 0."""
+    H, P, N = geometry.num_heads, geometry.head_dim, geometry.state_dim
+    pool = StatePool(geometry, config_of("fp16_sr", read_copy, 2, 1, "bf16"), rows, 1, device)
+    slots = list(range(rows))
+    pool.reset(slots, streams=[2**63 + 7 * slot for slot in slots])
+    p, n = torch.arange(P)[:, None], torch.arange(N)
+    near = torch.tensor([65440.0, 65472, 65504, 60000, 65504, 33000, 65472, 65504])[(p + n) % 8]
+    small = (p * N + n) % 2100 * 2.0**-24
+    states = torch.stack([near, small]).repeat(H // 2, 1, 1) * (1 - 2 * (p % 2))
+    pool.restore(
+        0, slots, states.repeat(rows, 1, 1, 1).to(device), torch.zeros((rows, 3, geometry.conv_channels)).to(device)
+    )
+    # Steps of 32, an A of nothing: what is added is 32 x B, B up to 40 and x of 2^-5 or 2^-35 and halves.
+    weights = Weights(*(torch.full((H,), value, device=device) for value in (-60.0, 0.0, 0.0)))
+    x = torch.tensor([2.0**-5, 2.0**-35]).repeat(H // 2)[:, None] * (1 - 2 * (p.T % 2)) / (1 + p.T % 3 % 2)
+    for step in range(3):
+        groups = geometry.num_groups
+        shapes = (x * (step == 0), (n % 41).expand(groups, N), torch.zeros((groups, N)), torch.full((H,), 32.0))
+        given = (value.to(torch.bfloat16).expand(rows, *value.shape).contiguous().to(device) for value in shapes)
+        plan = pool.plan(slots)
+        ops.step(pool, 0, plan, *given, *weights)
+        pool.commit(plan)
+    return pool
+
+
+@pytest.mark.parametrize("read_copy", ["none", "nvfp4", "nvfp4_amax"])
+@pytest.mark.parametrize("geometry, rows", [(SUPER_TP8, 2), (SUPER, 40)])
+def test_flushes_round_the_smallest_and_the_largest(geometry, rows, read_copy):
+    """fp16_sr: results below 2^-14, at 65504 and beyond have the host's bytes, checkpoints and read copies."""
+    host, cuda = (flushed(device, geometry, read_copy, rows) for device in ("cpu", CUDA))
+    end = host.layout.sections["x_ring"].offset
+    assert same_bits(host.data[0, :, :end], cuda.data[0, :, :end].cpu())
+    codes = cuda.layout.unpack(cuda.data[0, 0].cpu().numpy())["checkpoint"].view(np.uint16) & 0x7FFF
+    for least, largest, share in [(1, 0x3FF, 0.2), (0x7BFF, 0x7BFF, 0.02), (0x7C00, 0x7C00, 0.02)]:
+        assert ((least <= codes) & (codes <= largest)).mean() > share, (least, share)
+
+
 @pytest.mark.parametrize("geometry, activation", [(SUPER_TP8, "bf16"), (NANO_TP8, "bf16"), (SUPER_TP8, "fp32")])
 def test_fused_and_separate_flushes_round_alike(geometry, activation):
     """fp16_sr: step folds in its own kernel or, told so, reads what flush left: outputs and memory, bit for bit."""
