@@ -377,6 +377,7 @@ __device__ inline uint32_t pack_fp16_raised(float first, float second, uint32_t 
 // Two neighbours by a word of rounding_words, both below 65504: the larger of two results, each no more than it should
 // be. One is right from 2^-14 on. For the other 2^-14 is added to magnitudes, which cuts them off at 2^-37, and taken
 // off again: of those below 2^-14 the last bit that stays is then 2^-24 as it should be, of others fewer bits stay.
+// (Infinities and NaN come out as such or, with bits carried out of them, as infinity.)
 __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint32_t random) {
 #ifdef REPLAYSSM_CVT_RS
   uint32_t normal;
@@ -386,6 +387,9 @@ __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint
 #endif
   const uint32_t lifted =
       pack_fp16_raised(__fadd_rz(fabsf(first), 0x1p-14f), __fadd_rz(fabsf(second), 0x1p-14f), random);
+#ifdef REPLAYSSM_CVT_RS
+  normal &= ~(__vcmpltu2(lifted, 0x08000800u) & 0x7fff7fffu);  // what it makes of smaller ones is not documented
+#endif
   const uint32_t magnitudes = __vmaxu2(normal & 0x7fff7fffu, lifted - 0x04000400u);
   return choose_bits<0x80008000u>(normal, magnitudes);
 }
