@@ -57,8 +57,9 @@
 //     would hold places that the kernel behind could begin in.
 // Every sum's order depends on the row and the config alone, and the bits of token s don't depend on the tokens after
 // it. Which CTA and warp has a slice, and how many heads a CTA has, changes no bit. Dead records are never read.
-// Operands are in read_operands.cuh and plain_operands.cuh, folding and casting in head_fold.cuh, a CTA and its work in
-// read_cta.cuh, early steps in read_early.cuh.
+// Layouts and parameters are in read_layout.cuh, operands in read_operands.cuh and plain_operands.cuh, folding and
+// casting in head_fold.cuh, rows of plans that may change in plan_rows.cuh, a CTA and its work in read_cta.cuh, early
+// steps in read_early.cuh.
 #include "read_early.cuh"
 
 namespace replayssm {
