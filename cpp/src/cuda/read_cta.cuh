@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A CTA of the step that reads states on tensor cores, and its work: see step_read.cu.
+// A CTA of the step that reads states on tensor cores (step_read.cu), and its work. It finds its heads by take() or, as
+// far as a plan tells that may still change, by find() and peek(). A CTA that steps runs set_up() and run(): begin()
+// requests what its heads share, prepare() weighs all records, and each head is read while the next comes. One that
+// folds runs set_up() and fold() or fold_kept(), and reads what it has folded in run(), slices of plain checkpoints at
+// once. What kinds of CTAs share is written once; constants of the class tell them apart.
 #pragma once
 
+#include "head_fold.cuh"
+#include "plain_operands.cuh"
 #include "plan_rows.cuh"
 
 namespace replayssm {
@@ -17,8 +23,8 @@ __device__ inline T* beyond(T* pointer, int64_t bytes) {
 // A CTA and its work: some heads of a group of one row, which it folds first or not.
 template <typename Format, typename Staged, bool kFolds, bool kSingle, bool kWide>
 struct ReadCta {
-  static constexpr bool kKeeps = kFolds && kWide;  // one head, and what it reads then
-  static constexpr bool kPaired = !kFolds && kWide;
+  static constexpr bool kKeeps = kFolds && kWide;    // one head, and what it reads then
+  static constexpr bool kPaired = !kFolds && kWide;  // it is one of two halves
   static constexpr int kWarpBits = kKeeps ? kWideWarpBits : cuda::kWarpBits;
   static constexpr int kWarps = 1 << kWarpBits, kThreads = 32 * kWarps;
   static constexpr int kTokenThreads = kThreads / kMaxCtaHeads;  // a thread has every so many-th token
@@ -77,6 +83,8 @@ struct ReadCta {
     first_slice = member * share;
     own_slices = min(share, params.slices - first_slice);
   }
+
+  // ---- places, and which heads a CTA has ----
 
   // Of the CTA, which half this is.
   __device__ static int step_half() { return kPaired ? static_cast<int>(threadIdx.x) / kThreads : 0; }
@@ -422,6 +430,8 @@ struct ReadCta {
       return make_uint2(__byte_perm(first.x, first.y, part), __byte_perm(second.x, second.y, part));
     }
   };
+
+  // ---- a head's state and x ----
 
   // Whether what steps read has been stored.
   __device__ bool has_state() const { return kFolds || stored_before; }
@@ -1608,6 +1618,8 @@ struct ReadCta {
                 static_cast<Staged*>(args.out.data) + (row.first_token + reader.own) * args.out.stride[0] +
                     head_of(k) * args.out.stride[1] + slice * kSliceWidth + output_row());
   }
+
+  // ---- the work ----
 
   // What can be done before anything is known.
   __device__ __forceinline__ void set_up() const {
