@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows of a plan for steps that begin before the kernel before has ended (step_read.cu): loads of what may not be there
-// yet, and which rows flush. What is read so is compared behind await_previous(); common.cuh says what may come before.
+// Rows of a plan for step_read.cu: which of them flush, and loads for what begins before the kernel before has ended,
+// when the plan may not be there yet. What is read then is compared behind await_previous(); common.cuh says what may
+// come before.
 #pragma once
 
 #include <cstddef>

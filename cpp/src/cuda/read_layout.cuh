@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the host lays out and tells a launch of step_read.cu: a CTA's shared memory, which tasks and heads CTAs have,
-// and numbers that a kernel would divide by.
+// and numbers that a kernel would divide by; and how a CTA takes both.
 #pragma once
 
 #include <algorithm>
