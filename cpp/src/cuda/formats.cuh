@@ -374,10 +374,10 @@ __device__ inline uint32_t pack_fp16_raised(float first, float second, uint32_t 
   return pair;
 }
 
-// Two neighbours by a word of a run, both below 65504: the larger of two results, each no more than it should be. One is
-// right from 2^-14 on. For the other 2^-14 is added to magnitudes, which cuts them off at 2^-37, so that of those below
-// 2^-14 the last bit that stays is 2^-24 as it should be; then the code of 2^-14 is taken off the code. From there on
-// that halves the sum. (Infinity and NaN come out as one or the other.)
+// Two neighbours by a word of a run, both below 65504: the larger of two results, each no more than it should be. One
+// is right from 2^-14 on. For the other 2^-14 is added to magnitudes, which cuts them off at 2^-37, so that of those
+// below 2^-14 the last bit that stays is 2^-24 as it should be; then the code of 2^-14 is taken off the code. From
+// there on that halves the sum. (Infinity and NaN come out as one or the other.)
 __device__ inline uint32_t pack_moderate_fp16_sr(float first, float second, uint32_t random) {
 #ifdef REPLAYSSM_CVT_RS
   uint32_t normal;
