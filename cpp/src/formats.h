@@ -406,7 +406,8 @@ REPLAYSSM_HOST_DEVICE inline RandomWords rounding_words(RoundingKey key, int32_t
 constexpr int32_t kFp16Run = 8;
 constexpr uint32_t kNextRun = 0xc680a74du;
 
-REPLAYSSM_HOST_DEVICE constexpr int32_t fp16_draw(int32_t column) { return column % 64 / 16; }
+constexpr int32_t kFp16Draws = 4;  // of two rows
+REPLAYSSM_HOST_DEVICE constexpr int32_t fp16_draw(int32_t column) { return column % (kFp16Draws * 16) / 16; }
 
 // Of the run of row p and `column` in its draw.
 REPLAYSSM_HOST_DEVICE constexpr uint32_t fp16_factor(int32_t p, int32_t column) {

@@ -287,12 +287,12 @@ def flushed(device, geometry, read_copy, rows) -> StatePool:
     # Steps of 32, an A of nothing: what is added is 32 x B, B up to 40 and x of 2^-5 or 2^-35 and halves.
     weights = Weights(*(torch.full((H,), value, device=device) for value in (-60.0, 0.0, 0.0)))
     x = torch.tensor([2.0**-5, 2.0**-35]).repeat(H // 2)[:, None] * (1 - 2 * (p.T % 2)) / (1 + p.T % 3 % 2)
-    for step in range(3):
-        groups = geometry.num_groups
-        shapes = (x * (step == 0), (n % 41).expand(groups, N), torch.zeros((groups, N)), torch.full((H,), 32.0))
-        given = (value.to(torch.bfloat16).expand(rows, *value.shape).contiguous().to(device) for value in shapes)
+    groups = geometry.num_groups
+    token = x, (n % 41).expand(groups, N), torch.zeros((groups, N)), torch.full((H,), 32.0)
+    x, *others = (value.to(torch.bfloat16).expand(rows, *value.shape).contiguous().to(device) for value in token)
+    for added in (x, torch.zeros_like(x), torch.zeros_like(x)):
         plan = pool.plan(slots)
-        ops.step(pool, 0, plan, *given, *weights)
+        ops.step(pool, 0, plan, added, *others, *weights)
         pool.commit(plan)
     return pool
 

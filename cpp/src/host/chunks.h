@@ -44,11 +44,13 @@ inline bool store_plain(const float* state, int64_t n, int32_t dtype, char* chun
 
 inline bool store_fp16_sr(const float* state, int32_t P, int32_t N, const Rounding& rounding, char* chunk) {
   auto* values = reinterpret_cast<uint16_t*>(chunk);
+  RandomWords drawn[kFp16Draws];  // of two rows
   for (int32_t p = 0; p < P; ++p) {
-    RandomWords words{};
+    if (p % 2 == 0) {
+      for (int32_t c = 0; c < kFp16Draws; ++c) drawn[c] = rounding_words(rounding.key, p, c, rounding.writes);
+    }
     for (int32_t n = 0; n < N; ++n) {
-      if (n % kFp16Run == 0) words = rounding_words(rounding.key, p - p % 2, fp16_draw(n), rounding.writes);
-      *values++ = float_to_fp16_sr(*state++, fp16_random(words, p, n));
+      *values++ = float_to_fp16_sr(*state++, fp16_random(drawn[fp16_draw(n)], p, n));
     }
   }
   return all_finite(chunk, REPLAYSSM_FP16, int64_t{P} * N);
